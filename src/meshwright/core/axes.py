@@ -1,0 +1,42 @@
+"""The one place that spells mesh axis names.
+
+An *axis* is an axis of the device mesh, a *dim* is a dim of a tensor. Ranks are laid out with the
+axis that talks most innermost: ``rank = (pp * DP + dp) * TP + tp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+DP = "dp"
+TP = "tp"
+PP = "pp"
+
+MESH_ORDER = (PP, DP, TP)
+"""Outermost first."""
+
+TP_KV = "tp_kv"
+"""The ranks of one tp group that hold a replica of the same key/value heads (kv heads < tp)."""
+
+PP_ENDS = "pp_ends"
+"""The first and the last pipeline stage, which share a tied embedding."""
+
+WORLD = "world"
+
+ALL_AXES = (*MESH_ORDER, TP_KV, PP_ENDS, WORLD)
+
+
+def rank_of(coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Global rank of mesh coordinates."""
+    rank = 0
+    for axis in MESH_ORDER:
+        rank = rank * sizes[axis] + coordinates[axis]
+    return rank
+
+
+def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Mesh coordinates of a global rank."""
+    coordinates = {}
+    for axis in reversed(MESH_ORDER):
+        rank, coordinates[axis] = divmod(rank, sizes[axis])
+    return {axis: coordinates[axis] for axis in MESH_ORDER}

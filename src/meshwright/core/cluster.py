@@ -1,0 +1,52 @@
+"""ClusterSpec: the devices and the links between them. The catalogue is data: `catalogue/*.toml`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from meshwright.core.values import Value
+
+
+class Device(Value):
+    """One accelerator, or one CPU rank. Peak figures are dense, per device."""
+
+    name: str
+    memory_bytes: int = Field(gt=0)
+    memory_bandwidth_bytes_per_s: float = Field(gt=0)
+    peak_flops_per_s: dict[str, float]
+    """Keyed by dtype: fp64, fp32, bf16, fp16."""
+    source: str = ""
+
+
+class Link(Value):
+    """What one rank can send, per direction."""
+
+    name: str
+    bandwidth_bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(ge=0)
+
+
+class ClusterSpec(Value):
+    """`num_nodes` nodes of `devices_per_node` equal devices."""
+
+    name: str
+    num_nodes: int = Field(gt=0)
+    devices_per_node: int = Field(gt=0)
+    device: Device
+    intra_link: Link
+    """Between devices of a node."""
+    inter_link: Link
+    """Between nodes, per device."""
+    backend: str = "nccl"
+    """`gloo` on CPU, `nccl` on GPU."""
+    usable_memory_fraction: float = Field(default=0.92, gt=0, le=1)
+    compute_efficiency: float = Field(default=0.5, gt=0, le=1)
+    """Share of peak FLOP/s that matrix products reach."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        return int(self.device.memory_bytes * self.usable_memory_fraction)

@@ -1,0 +1,44 @@
+"""Every exception a user can meet.
+
+MeshwrightError            one clear line; the command line prints it and exits with status 1
+├── InputError             a file, name or option that cannot be used as it is
+├── UnsupportedError       a feature that is not there, instead of pretending
+├── RuleError              an illegal strategy: the rule, the numbers, the nearest legal one
+├── ProgramError           a pipeline table that cannot run
+├── CheckpointError        a checkpoint that is missing, damaged or does not match
+└── RankError              a rank that failed; names it
+"""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """Base of all errors that are the user's to mend. The message is one line that teaches."""
+
+
+class InputError(MeshwrightError):
+    """A file, name or option that cannot be used as it is."""
+
+
+class UnsupportedError(MeshwrightError):
+    """A feature that is not there."""
+
+
+class RuleError(MeshwrightError):
+    """An illegal strategy. ``rule`` is the id of the broken rule in :mod:`meshwright.core.rules`."""
+
+    def __init__(self, message: str, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class ProgramError(MeshwrightError):
+    """A pipeline table that cannot run."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+
+class RankError(MeshwrightError):
+    """A rank that failed. The message names the rank."""

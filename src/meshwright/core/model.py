@@ -1,0 +1,179 @@
+"""ModelSpec: the shape of a decoder, and the one table of its parameters.
+
+`ModelSpec.parameters()` names every logical parameter with its global shape and the *name of each
+dim* ("vocab", "heads", "ffn", ...). Placement, memory, initialisation, checkpoints and the Hugging
+Face maps are all derived from this table; modules in `models/` use the same names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.core.values import Value
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "bloom"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One logical parameter. Weights are stored [out, in], as torch does."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    """Name of each dim: vocab, position, embed, heads, kv_heads, head_dim, ffn, experts."""
+    part: str
+    """embedding, attention, mlp, norm, router or head."""
+    layer: int | None
+    """Global layer index; None for embeddings, final norm and head."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class RopeScaling(Value):
+    """Llama 3.1 frequency scaling (the only kind implemented)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+class ModelSpec(Value):
+    """The shape of one decoder-only transformer."""
+
+    name: str
+    family: Family
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    ffn_size: int = Field(gt=0)
+    max_positions: int = Field(gt=0)
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: float = 1e-5
+    positions: Literal["learned", "rope", "alibi"]
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["gelu", "gelu_tanh", "silu"]
+    gated_mlp: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    embedding_norm: bool = False
+    tied_embeddings: bool = False
+    sliding_window: int | None = None
+    num_experts: int = Field(default=0, ge=0)
+    experts_per_token: int = Field(default=0, ge=0)
+    initializer_std: float = 0.02
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSpec:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if bool(self.num_experts) != bool(self.experts_per_token):
+            raise ValueError("num_experts and experts_per_token must both be set, or neither")
+        return self
+
+    @property
+    def heads_size(self) -> int:
+        """Width of the query projection: heads × head_dim (not always the hidden size)."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @cached_property
+    def _table(self) -> tuple[ParamSpec, ...]:
+        return tuple(_parameters(self))
+
+    def parameters(self) -> tuple[ParamSpec, ...]:
+        """Every logical parameter once, in forward order. A tied head has no entry of its own."""
+        return self._table
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel for p in self.parameters())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses: of the experts, `experts_per_token` of them."""
+        if not self.num_experts:
+            return self.num_parameters
+        experts = sum(p.numel for p in self.parameters() if ".experts." in p.name)
+        return self.num_parameters - experts + experts * self.experts_per_token // self.num_experts
+
+
+def _norm(spec: ModelSpec, name: str, layer: int | None) -> Iterator[ParamSpec]:
+    yield ParamSpec(f"{name}.weight", (spec.hidden_size,), ("embed",), "norm", layer)
+    if spec.norm == "layernorm":
+        yield ParamSpec(f"{name}.bias", (spec.hidden_size,), ("embed",), "norm", layer)
+
+
+def _linear(
+    name: str, out: tuple[str, int], into: tuple[str, int], bias: bool, part: str, layer: int | None
+) -> Iterator[ParamSpec]:
+    yield ParamSpec(f"{name}.weight", (out[1], into[1]), (out[0], into[0]), part, layer)
+    if bias:
+        yield ParamSpec(f"{name}.bias", (out[1],), (out[0],), part, layer)
+
+
+def _attention(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
+    at = f"layers.{layer}.attention"
+    embed, heads, kv = ("embed", spec.hidden_size), ("heads", spec.heads_size), ("kv_heads", spec.kv_size)
+    yield from _linear(f"{at}.q", heads, embed, spec.qkv_bias, "attention", layer)
+    yield from _linear(f"{at}.k", kv, embed, spec.qkv_bias, "attention", layer)
+    yield from _linear(f"{at}.v", kv, embed, spec.qkv_bias, "attention", layer)
+    if spec.qk_norm:
+        yield ParamSpec(f"{at}.q_norm.weight", (spec.head_dim,), ("head_dim",), "norm", layer)
+        yield ParamSpec(f"{at}.k_norm.weight", (spec.head_dim,), ("head_dim",), "norm", layer)
+    yield from _linear(f"{at}.o", embed, heads, spec.out_bias, "attention", layer)
+
+
+def _mlp(spec: ModelSpec, at: str, layer: int) -> Iterator[ParamSpec]:
+    embed, ffn = ("embed", spec.hidden_size), ("ffn", spec.ffn_size)
+    if spec.gated_mlp:
+        yield from _linear(f"{at}.gate", ffn, embed, spec.mlp_bias, "mlp", layer)
+    yield from _linear(f"{at}.up", ffn, embed, spec.mlp_bias, "mlp", layer)
+    yield from _linear(f"{at}.down", embed, ffn, spec.mlp_bias, "mlp", layer)
+
+
+def _layer(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
+    at = f"layers.{layer}"
+    yield from _norm(spec, f"{at}.attention_norm", layer)
+    yield from _attention(spec, layer)
+    yield from _norm(spec, f"{at}.mlp_norm", layer)
+    if not spec.num_experts:
+        yield from _mlp(spec, f"{at}.mlp", layer)
+        return
+    embed, experts = ("embed", spec.hidden_size), ("experts", spec.num_experts)
+    yield from _linear(f"{at}.mlp.router", experts, embed, False, "router", layer)
+    for expert in range(spec.num_experts):
+        yield from _mlp(spec, f"{at}.mlp.experts.{expert}", layer)
+
+
+def _parameters(spec: ModelSpec) -> Iterator[ParamSpec]:
+    vocab, embed = ("vocab", spec.vocab_size), ("embed", spec.hidden_size)
+    yield from _linear("embedding", vocab, embed, False, "embedding", None)
+    if spec.positions == "learned":
+        yield from _linear("positions", ("position", spec.max_positions), embed, False, "embedding", None)
+    if spec.embedding_norm:
+        yield from _norm(spec, "embedding_norm", None)
+    for layer in range(spec.num_layers):
+        yield from _layer(spec, layer)
+    yield from _norm(spec, "final_norm", None)
+    if not spec.tied_embeddings:
+        yield from _linear("head", vocab, embed, False, "head", None)

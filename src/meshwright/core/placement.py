@@ -1,0 +1,132 @@
+"""Placement: which box of each logical parameter a rank holds, and what its gradient still lacks.
+
+Everything that must know where a parameter lives reads this one table: initialisation, loading,
+gradient reduction, the gradient norm, checkpoints, export and the memory forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.core.axes import PP, PP_ENDS, TP, TP_KV
+from meshwright.core.model import ModelSpec, ParamSpec
+from meshwright.core.strategy import Strategy
+
+TP_DIMS = {"vocab": TP, "heads": TP, "kv_heads": TP, "ffn": TP}
+"""Which dims 1D tensor parallelism shards. All other dims are whole on every rank of the tp axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular piece of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One logical parameter as one rank holds it. Every placement is replicated over dp."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global shape."""
+    box: Box
+    part: str
+    layer: int | None
+    sum_over: tuple[str, ...]
+    """Axes besides dp over which this rank's gradient is partial and must be summed."""
+    owned: bool
+    """True on exactly one of the replicas outside dp: the one that the norm counts and a checkpoint saves."""
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay applies to matrices, not to biases and norms."""
+        return len(self.shape) > 1
+
+
+def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
+    """(offset, size) of part `index` of a balanced split; the first parts take the remainder."""
+    base, extra = divmod(total, parts)
+    return index * base + min(index, extra), base + (index < extra)
+
+
+def kv_replicas(spec: ModelSpec, tp: int) -> int:
+    """How many ranks of a tp group hold the same key/value heads (techniques: GQA with kv heads < tp)."""
+    return max(1, tp // spec.num_kv_heads)
+
+
+def dim_range(spec: ModelSpec, dim: str, size: int, tp: int, index: int) -> tuple[int, int]:
+    """(offset, size) along a named dim that rank `index` of the tp axis holds."""
+    if dim not in TP_DIMS:
+        return 0, size
+    if dim == "kv_heads":
+        replicas = kv_replicas(spec, tp)
+        return even_split(size, tp // replicas, index // replicas)
+    return even_split(size, tp, index)
+
+
+def param_box(spec: ModelSpec, param: ParamSpec, tp: int, index: int) -> Box:
+    """The box of `param` that rank `index` of a tp axis of size `tp` holds."""
+    ranges = [dim_range(spec, dim, size, tp, index) for dim, size in zip(param.dims, param.shape, strict=True)]
+    return Box(tuple(offset for offset, _ in ranges), tuple(size for _, size in ranges))
+
+
+def is_on_stage(spec: ModelSpec, param: ParamSpec, strategy: Strategy, stage: int) -> bool:
+    """Whether pipeline stage `stage` holds a copy of `param`."""
+    if param.layer is not None:
+        return param.layer in strategy.stage_layers(spec.num_layers)[stage]
+    first, last = stage == 0, stage == strategy.pp - 1
+    if param.name == "embedding.weight" and spec.tied_embeddings:
+        return first or last
+    return first if param.part == "embedding" or param.name.startswith("embedding_norm") else last
+
+
+def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy) -> tuple[str, ...]:
+    axes = []
+    if strategy.tp > 1:
+        if "head_dim" in param.dims:
+            axes.append(TP)  # q/k norms see only the local heads
+        if "kv_heads" in param.dims and kv_replicas(spec, strategy.tp) > 1:
+            axes.append(TP_KV)
+    if strategy.pp > 1 and spec.tied_embeddings and param.name == "embedding.weight":
+        axes.append(PP_ENDS)
+    return tuple(axes)
+
+
+def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int]) -> bool:
+    if spec.tied_embeddings and param.name == "embedding.weight" and at[PP] > 0:
+        return False
+    if "kv_heads" in param.dims:
+        return at[TP] % kv_replicas(spec, strategy.tp) == 0
+    return at[TP] == 0 or any(dim in TP_DIMS for dim in param.dims)
+
+
+def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tuple[Placement, ...]:
+    """What the rank at mesh coordinates `at` holds, in forward order.
+
+    Source: the table of techniques 7.2 (Megatron-LM, Narayanan et al. 2021, §2-3).
+    """
+    return tuple(
+        Placement(
+            name=param.name,
+            shape=param.shape,
+            box=param_box(spec, param, strategy.tp, at[TP]),
+            part=param.part,
+            layer=param.layer,
+            sum_over=_partial_axes(spec, param, strategy),
+            owned=_is_owned(spec, param, strategy, at),
+        )
+        for param in spec.parameters()
+        if is_on_stage(spec, param, strategy, at[PP])
+    )

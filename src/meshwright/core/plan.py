@@ -1,0 +1,39 @@
+"""Plan: model × cluster × job × strategy, one file that every command reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import model_validator
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.rules import check
+from meshwright.core.strategy import Strategy
+from meshwright.core.values import Value, read_text
+
+
+class Plan(Value):
+    """What is run. Cannot be built around an illegal strategy (raises RuleError)."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+    strategy: Strategy
+    why: str = ""
+    """The planner's explanation, in words."""
+
+    @model_validator(mode="after")
+    def _legal(self) -> Plan:
+        check(self.strategy, self.model, self.cluster, self.job)
+        return self
+
+    def save(self, path: Path | str) -> None:
+        """Write as TOML."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Read a plan file. Raises InputError or RuleError."""
+        return cls.from_toml(read_text(path), str(path))

@@ -1,0 +1,62 @@
+"""Named byte recipes: how many bytes each parameter costs, and in which dtype each copy lives.
+
+Sources disagree (16, 18 or 20 bytes per parameter), so a recipe is named, never assumed:
+ZeRO paper §3 (16), Megatron-LM with fp32 main gradients (18), ZeRO-Infinity §3 (20).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Dtypes of the copies of one parameter; `master` None where the parameter is its own master."""
+
+    name: str
+    parameter: str
+    gradient: str
+    master: str | None
+    moment: str
+    step_gradient: str | None
+    """A second, wider copy of every gradient that lives during the optimizer step."""
+    runnable: bool
+    source: str
+
+    @property
+    def parameter_bytes(self) -> int:
+        return DTYPE_BYTES[self.parameter]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per parameter held as gradients, the step copy included."""
+        return DTYPE_BYTES[self.gradient] + (DTYPE_BYTES[self.step_gradient] if self.step_gradient else 0)
+
+    @property
+    def master_bytes(self) -> int:
+        return DTYPE_BYTES[self.master] if self.master else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of ONE moment; AdamW keeps two, SGD none."""
+        return DTYPE_BYTES[self.moment]
+
+    @property
+    def adamw_total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.master_bytes + 2 * self.moment_bytes
+
+
+RECIPES = {
+    r.name: r
+    for r in (
+        Recipe("fp32", "fp32", "fp32", None, "fp32", None, True, "pure fp32 Adam: 4 + 4 + 8 = 16 bytes"),
+        Recipe("fp64", "fp64", "fp64", None, "fp64", None, True, "tests: 8 + 8 + 16 = 32 bytes"),
+        Recipe("bf16", "bf16", "fp32", "fp32", "fp32", None, True, "Megatron-LM: 2 + 4 + 4 + 8 = 18 bytes"),
+        Recipe("bf16-16", "bf16", "bf16", "fp32", "fp32", None, True, "ZeRO §3: 2 + 2 + 4 + 8 = 16 bytes"),
+        Recipe(
+            "bf16-20", "bf16", "bf16", "fp32", "fp32", "fp32", False, "ZeRO-Infinity §3: 2 + 2 + 4 + 8 + 4 = 20 bytes"
+        ),
+    )
+}

@@ -1,0 +1,82 @@
+"""Program: the pipeline timetable as a table of actions per rank.
+
+Text form of an action: `{KIND}{micro_batch}@{stage}`, e.g. `F0@1`, `SEND_F0@1`, `REDUCE@1`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.core.errors import ProgramError
+
+
+class Kind(StrEnum):
+    """What an action does. Compute kinds come from a schedule's order; the rest from passes."""
+
+    F = "F"
+    """Forward of a micro-batch on a stage."""
+    B = "B"
+    """Backward of a micro-batch on a stage."""
+    SEND_F = "SEND_F"
+    """Send a stage's output to the next stage."""
+    RECV_F = "RECV_F"
+    """Receive a stage's input from the previous stage."""
+    SEND_B = "SEND_B"
+    """Send the gradient of a stage's input to the previous stage."""
+    RECV_B = "RECV_B"
+    """Receive the gradient of a stage's output from the next stage."""
+    ARM = "ARM"
+    """From here on this stage's gradient buckets may be reduced as soon as they are complete."""
+    REDUCE = "REDUCE"
+    """Reduce what is left of this stage's gradients, and wait for all of it."""
+
+
+COMPUTE_KINDS = (Kind.F, Kind.B)
+SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
+RECV_KINDS = (Kind.RECV_F, Kind.RECV_B)
+_TEXT = re.compile(r"(F|B|SEND_F|RECV_F|SEND_B|RECV_B|ARM|REDUCE)(\d*)@(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell of a timetable. `micro_batch` is None for ARM and REDUCE."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.micro_batch is None else self.micro_batch}@{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Inverse of str(). Raises ProgramError."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ProgramError(f"`{text}` is not an action; write for example F0@1, SEND_B3@2 or REDUCE@0")
+        kind, micro_batch, stage = match.groups()
+        return cls(Kind(kind), int(stage), int(micro_batch) if micro_batch else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One row of actions per pipeline rank, and the rank that runs each stage."""
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    stage_ranks: tuple[int, ...]
+    num_micro_batches: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_ranks)
+
+    def to_csv(self) -> str:
+        """One line per rank, actions separated by commas."""
+        return "\n".join(",".join(str(action) for action in row) for row in self.rows) + "\n"

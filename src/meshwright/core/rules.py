@@ -1,0 +1,190 @@
+"""The one table of what is legal. Read by the planner, the runtime and the documentation.
+
+Each rule says what it needs, why, and tests a strategy against model, cluster and job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import RuleError
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Everything a rule may look at."""
+
+    strategy: Strategy
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row. `broken` returns the numbers that break it, or None."""
+
+    id: str
+    needs: str
+    why: str
+    broken: Callable[[Case], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a case breaks, with the numbers."""
+
+    rule: Rule
+    numbers: str
+
+    def __str__(self) -> str:
+        return f"{self.numbers} (rule `{self.rule.id}`: {self.rule.needs}, because {self.rule.why})"
+
+
+def _divides(what: str, total: int, axis: str, degree: int) -> str | None:
+    return f"{axis}={degree} does not divide {what} {total}" if total % degree else None
+
+
+def _world(c: Case) -> str | None:
+    s, have = c.strategy, c.cluster.num_devices
+    if s.world_size == have:
+        return None
+    return f"dp={s.dp} × tp={s.tp} × pp={s.pp} = {s.world_size} ranks, but cluster `{c.cluster.name}` has {have}"
+
+
+def _kv(c: Case) -> str | None:
+    kv, tp = c.model.num_kv_heads, c.strategy.tp
+    return f"tp={tp} and {kv} key/value heads: neither divides the other" if kv % tp and tp % kv else None
+
+
+def _vocab(c: Case) -> str | None:
+    rows, tp = c.model.vocab_size, c.strategy.tp
+    return f"tp={tp} is more than the {rows} rows of the vocabulary" if tp > rows else None
+
+
+def _layers(c: Case) -> str | None:
+    pp, layers = c.strategy.pp, c.model.num_layers
+    return f"pp={pp} is more than the {layers} layers" if pp > layers else None
+
+
+def _layer_list(c: Case) -> str | None:
+    counts, layers = c.strategy.layers_per_stage, c.model.num_layers
+    if counts is None or (len(counts) == c.strategy.pp and sum(counts) == layers and min(counts) > 0):
+        return None
+    return f"layers_per_stage={list(counts)} for pp={c.strategy.pp} and {layers} layers"
+
+
+def _batch(c: Case) -> str | None:
+    s, batch = c.strategy, c.job.global_batch_size
+    product = s.dp * s.num_micro_batches * s.micro_batch_size
+    if product == batch:
+        return None
+    return (
+        f"dp={s.dp} × num_micro_batches={s.num_micro_batches} × micro_batch_size={s.micro_batch_size} "
+        f"= {product} sequences, but the job's global batch has {batch}"
+    )
+
+
+def _positions(c: Case) -> str | None:
+    length, limit = c.job.seq_length, c.model.max_positions
+    if c.model.positions != "learned" or length <= limit:
+        return None
+    return f"seq_length={length} is more than the {limit} learned positions of `{c.model.name}`"
+
+
+RULES = (
+    Rule("world", "dp × tp × pp = number of devices", "every device runs exactly one rank", _world),
+    Rule(
+        "tp-heads",
+        "tp divides the attention heads",
+        "a head is computed whole on one rank",
+        lambda c: _divides("the heads", c.model.num_heads, "tp", c.strategy.tp),
+    ),
+    Rule(
+        "tp-kv-heads",
+        "tp divides the key/value heads or is a multiple of them",
+        "a key/value head is held whole, by one rank or by equally many replicas",
+        _kv,
+    ),
+    Rule(
+        "tp-ffn",
+        "tp divides the feed-forward width",
+        "gate, up and down are cut into equal blocks of columns and rows",
+        lambda c: _divides("the feed-forward width", c.model.ffn_size, "tp", c.strategy.tp),
+    ),
+    Rule("tp-vocab", "tp is at most the vocabulary size", "each rank holds at least one row", _vocab),
+    Rule("pp-layers", "pp is at most the number of layers", "a stage without a layer only adds a hop", _layers),
+    Rule(
+        "pp-layer-list",
+        "layers_per_stage has pp positive entries that add up to the layers",
+        "every layer stands on exactly one stage",
+        _layer_list,
+    ),
+    Rule(
+        "batch",
+        "dp × num_micro_batches × micro_batch_size = global batch",
+        "every sequence of the batch is trained on exactly once",
+        _batch,
+    ),
+    Rule("positions", "seq_length is at most the learned positions", "there is no row for later positions", _positions),
+)
+
+
+def violations(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> list[Violation]:
+    """Every rule that the strategy breaks, in table order."""
+    case = Case(strategy, model, cluster, job)
+    found = ((rule, rule.broken(case)) for rule in RULES)
+    return [Violation(rule, numbers) for rule, numbers in found if numbers is not None]
+
+
+def check(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> None:
+    """Raise RuleError for an illegal strategy: the rule, the numbers, and the nearest legal strategy."""
+    broken = violations(strategy, model, cluster, job)
+    if not broken:
+        return
+    near = nearest_legal(strategy, model, cluster, job)
+    hint = f"; nearest legal: {near.describe()}" if near else "; no split of this job over this cluster is legal"
+    raise RuleError("; ".join(str(v) for v in broken) + hint, broken[0].rule.id)
+
+
+def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Strategy | None:
+    """The legal strategy that changes the degrees least (sum of log-free relative changes), or None."""
+
+    def distance(other: Strategy) -> float:
+        pairs = (
+            (strategy.tp, other.tp),
+            (strategy.pp, other.pp),
+            (strategy.dp, other.dp),
+            (strategy.micro_batch_size, other.micro_batch_size),
+        )
+        return sum(max(a, b) / min(a, b) - 1 for a, b in pairs)
+
+    return min(_legal_degrees(strategy, model, cluster, job), key=distance, default=None)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
+    world, batch = cluster.num_devices, job.global_batch_size
+    for tp in divisors(world):
+        for pp in divisors(world // tp):
+            dp = world // tp // pp
+            if batch % dp:
+                continue
+            for micro in divisors(batch // dp):
+                keep = strategy.layers_per_stage if pp == strategy.pp else None
+                change = {
+                    "dp": dp, "tp": tp, "pp": pp, "micro_batch_size": micro,
+                    "num_micro_batches": batch // dp // micro, "layers_per_stage": keep,
+                }  # fmt: skip
+                other = strategy.model_copy(update=change)
+                if not violations(other, model, cluster, job):
+                    yield other

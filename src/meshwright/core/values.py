@@ -1,0 +1,59 @@
+"""The base of every frozen, validated value, and its text form: TOML both ways."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from meshwright.core.errors import InputError
+
+
+class Value(BaseModel):
+    """A frozen value. Unknown keys are refused, so that a misspelt option is never ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def parse(cls, data: dict[str, Any], where: str) -> Self:
+        """Build from plain data. Raises InputError naming `where` and the offending key."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or cls.__name__
+            raise InputError(f"{where}: `{key}`: {first['msg']} (got {first.get('input')!r})") from None
+
+    def to_toml(self) -> str:
+        """TOML text. Fields that are None are left out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "toml") -> Self:
+        """Inverse of :meth:`to_toml`. Raises InputError."""
+        return cls.parse(parse_toml(text, where), where)
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """TOML text to plain data. Raises InputError."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from None
+
+
+def read_text(path: Path | str) -> str:
+    """A file's text. Raises InputError where it is missing or not text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a folder, a file was expected") from None
+    except PermissionError:
+        raise InputError(f"{path}: permission denied") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file (UTF-8 was expected)") from None
