@@ -1,0 +1,93 @@
+"""Run one command: an error that is the user's to mend is one line and exit status 1, never a traceback.
+
+alone, or the process that starts ranks         a rank that `launch` started
+---------------------------------------         ----------------------------
+MeshwrightError → `meshwright: error: ...`, 1   any error → record for the launcher, traceback to its log, 1
+Ctrl-C          → 130                           Ctrl-C    → 130
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.run.failure import from_exception
+
+RECORD = "MESHWRIGHT_RANK_RECORD"
+"""Environment variable: where a launched rank records its failure."""
+LOG = "MESHWRIGHT_RANK_LOG"
+"""Environment variable: a launched rank's log file."""
+PARENT = "MESHWRIGHT_RANK_PARENT"
+"""Environment variable: process id of the launcher; a rank ends when its launcher is gone."""
+TRACEBACK = "MESHWRIGHT_TRACEBACK"
+"""Environment variable: set to 1 to see the traceback of every error."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 + SIGINT."""
+
+
+def run_command(main: Callable[[], int | None]) -> int:
+    """Run `main` and return the exit status; errors are reported as the module's drawing says.
+
+    Args:
+        main: the command; it returns an exit status, or None for 0.
+    """
+    if RECORD in os.environ:
+        return _run_in_rank(main)
+    try:
+        return main() or 0
+    except MeshwrightError as error:
+        if os.environ.get(TRACEBACK) == "1":
+            traceback.print_exc()
+        print_error(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    print(f"meshwright: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _run_in_rank(main: Callable[[], int | None]) -> int:
+    rank, record, log = int(os.environ["RANK"]), Path(os.environ[RECORD]), Path(os.environ[LOG])
+    _end_with_launcher(int(os.environ[PARENT]))
+    if rank > 0:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the log file; rank 0 keeps the terminal
+    with log.open("a", encoding="utf-8") as stream:
+        faulthandler.enable(stream)
+        try:
+            return main() or 0
+        except KeyboardInterrupt:
+            _leave(INTERRUPTED)
+        except Exception as error:
+            traceback.print_exc(file=stream)
+            from_exception(rank, error).save(record)
+            _leave(1)
+        finally:
+            faulthandler.disable()
+    raise AssertionError("unreachable")
+
+
+def _leave(status: int) -> None:
+    """End this process at once: with peers gone, tearing down the network may wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _end_with_launcher(launcher: int) -> None:
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-launcher", daemon=True).start()

@@ -1,0 +1,147 @@
+"""Start the ranks of a run on this machine, through torchrun's own launcher, and name the one that fails.
+
+    meshwright train ...            the launcher: waits, prints one line when a rank fails
+    ├── rank 0                      keeps the terminal: the progress bar is drawn here
+    ├── rank 1                      writes to LOGS/rank-1.log
+    └── rank 2 ...
+
+Several nodes are ordinary `torchrun` or Slurm jobs: there the ranks exist already, and
+:func:`enter_ranks` only takes its place among them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.core.errors import InputError, RankError
+from meshwright.run.command import LOG, PARENT, RECORD
+from meshwright.run.environment import World, detect
+from meshwright.run.failure import Failure, first_cause
+
+ENTRY = "meshwright.cli.main"
+"""The module that a rank runs."""
+
+
+def enter_ranks(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None) -> World | None:
+    """Take this process's place among the ranks, or start the ranks and wait for them.
+
+    Args:
+        argv: arguments of the command, without the program's name; the ranks get the same.
+        num_ranks: ranks that the plan needs.
+        log_dir: as in :func:`launch`.
+
+    Returns:
+        In a rank: its World, whose variables now stand in `os.environ`. In the process that started
+        the ranks: None, after all of them have ended well.
+
+    Raises:
+        InputError: torchrun or Slurm started another number of ranks than the plan needs.
+        RankError: a rank failed.
+    """
+    world = detect(os.environ)
+    if world is None:
+        launch(argv, num_ranks, log_dir=log_dir)
+        return None
+    if world.world_size != num_ranks:
+        raise InputError(
+            f"{world.source} started {world.world_size} ranks, but the plan needs dp × tp × pp = {num_ranks}; "
+            f"start {num_ranks} ranks or plan for {world.world_size} devices"
+        )
+    os.environ.update(world.variables())
+    return world
+
+
+def launch(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None, module: str = ENTRY) -> None:
+    """Run `python -m MODULE ARGV...` as `num_ranks` ranks on this machine and wait for all of them.
+
+    A rank that fails ends all others: they are told to stop at once and killed after half a minute.
+
+    Args:
+        argv: arguments of the command.
+        num_ranks: number of processes.
+        log_dir: folder for `rank-1.log`, ...; None: a temporary one, kept only after a failure.
+        module: what each rank runs; must call :func:`meshwright.run.command.run_command`.
+
+    Raises:
+        RankError: names the rank that failed first, what happened and the log with its traceback.
+        KeyboardInterrupt: after Ctrl-C, when all ranks have ended.
+    """
+    _warn_about_cores(num_ranks)
+    logs = log_dir or Path(tempfile.mkdtemp(prefix="meshwright-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="meshwright-records-") as records:
+        failures = _start_and_wait(module, argv, num_ranks, logs, Path(records))
+    if failures:
+        cause = first_cause(failures)
+        raise RankError(f"{cause}{_log_hint(log_path(logs, cause.rank))}")
+    if log_dir is None:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def rank_variables(rank: int, num_ranks: int, logs: Path, records: Path) -> dict[str, str]:
+    """Environment variables of one rank besides torchrun's. What the user has set is left alone."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    own = {
+        RECORD: str(_record_path(records, rank)),
+        LOG: str(log_path(logs, rank)),
+        PARENT: str(os.getpid()),
+    }
+    return {name: value for name, value in defaults.items() if name not in os.environ} | own
+
+
+def log_path(logs: Path, rank: int) -> Path:
+    """Where a rank's output (of rank 0: only its tracebacks) is written."""
+    return logs / f"rank-{rank}.log"
+
+
+def _record_path(records: Path, rank: int) -> Path:
+    return records / f"rank-{rank}.json"
+
+
+def _start_and_wait(module: str, argv: Sequence[str], num_ranks: int, logs: Path, records: Path) -> list[Failure]:
+    from meshwright.run.torchrun import run_ranks  # torch takes seconds, and most commands start no ranks
+
+    variables = [rank_variables(rank, num_ranks, logs, records) for rank in range(num_ranks)]
+    try:
+        ended = run_ranks(module, argv, [log_path(logs, rank) for rank in range(num_ranks)], variables)
+    except (KeyboardInterrupt, SystemExit):
+        _leave_progress_line()
+        raise
+    if ended:
+        _leave_progress_line()
+    return [_recorded(failure, records) for failure in ended]
+
+
+def _recorded(failure: Failure, records: Path) -> Failure:
+    """What the rank itself said, which is more than its exit status."""
+    path = _record_path(records, failure.rank)
+    return Failure.load(path) if path.exists() else failure
+
+
+def _log_hint(log: Path) -> str:
+    return f"; log: {log}" if log.exists() and log.stat().st_size else ""
+
+
+def _warn_about_cores(num_ranks: int) -> None:
+    if num_ranks > num_cores():
+        print(
+            f"meshwright: warning: {num_ranks} ranks share {num_cores()} cores; the run is right, but slower than "
+            f"on {num_ranks} devices",
+            file=sys.stderr,
+        )
+
+
+def _leave_progress_line() -> None:
+    """Rank 0 may have been killed while it drew: show the cursor again and begin a new line."""
+    if sys.stderr.isatty():
+        print("\x1b[?25h", file=sys.stderr, flush=True)
