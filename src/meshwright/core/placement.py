@@ -117,6 +117,7 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
 
     Source: the table of techniques 7.2 (Megatron-LM, Narayanan et al. 2021, §2-3).
     """
+    layers = strategy.stage_layers(spec.num_layers)[at[PP]]
     return tuple(
         Placement(
             name=param.name,
@@ -128,5 +129,5 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
             owned=_is_owned(spec, param, strategy, at),
         )
         for param in spec.parameters()
-        if is_on_stage(spec, param, strategy, at[PP])
+        if (is_on_stage(spec, param, strategy, at[PP]) if param.layer is None else param.layer in layers)
     )
