@@ -1,0 +1,112 @@
+"""Seconds of one collective: the α-β model over the links that a mesh axis really uses.
+
+    seconds = rounds · latency + bytes sent per rank / bandwidth
+
+An axis whose ranks lie on several nodes goes either in one flat ring, at the speed of the link between nodes, or in
+two levels (reduce-scatter inside the node, exchange between nodes, all-gather inside the node); NCCL takes the faster
+of the two, gloo the flat ring.
+
+Sources: Thakur, Rabenseifner & Gropp 2005; Patarasuk & Yuan 2009 (ring); Mikami et al. 2018 (two levels);
+Sanders, Speck & Träff 2009 (double tree, 2·log2 P rounds).
+"""
+
+from __future__ import annotations
+
+
+from dataclasses import dataclass
+
+from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
+from meshwright.core.cluster import ClusterSpec, Link
+from meshwright.core.measures import TrafficRow, wire_bytes
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import kv_replicas
+from meshwright.core.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the ranks of one axis reach each other."""
+
+    size: int
+    num_local: int
+    """Ranks of a group on one node; 1 where they are not equally many on every node."""
+    intra: Link
+    inter: Link | None
+    """None where every group lies within one node."""
+    backend: str
+
+    def seconds(self, primitive: str, payload_bytes: float) -> float:
+        """Seconds of one call over this axis; `payload_bytes` as in :func:`meshwright.core.measures.wire_bytes`."""
+        slowest = self.inter or self.intra
+        flat = flat_s(primitive, payload_bytes, self.size, slowest, self.backend)
+        if self.inter is None or self.backend == "gloo" or self.num_local == 1:
+            return flat
+        return min(flat, self._two_level_s(primitive, payload_bytes, self.inter))
+
+    def _two_level_s(self, primitive: str, payload_bytes: float, inter: Link) -> float:
+        if primitive not in ("all_reduce", "reduce_scatter", "all_gather"):
+            return float("inf")
+        inside = ("reduce_scatter", "all_gather") if primitive == "all_reduce" else (primitive,)
+        num_nodes = self.size // self.num_local
+        across = flat_s(primitive, payload_bytes / self.num_local, num_nodes, inter, self.backend)
+        return across + sum(flat_s(p, payload_bytes, self.num_local, self.intra, self.backend) for p in inside)
+
+
+def num_rounds(primitive: str, size: int, backend: str) -> int:
+    """Messages that must follow one another in one call.
+
+    gloo goes round the ring. NCCL picks trees where they need fewer rounds.
+    """
+    if size == 1:
+        return 0
+    ring, tree = size - 1, (size - 1).bit_length()
+    rounds = ring if backend == "gloo" else min(ring, tree)
+    return {"all_reduce": 2 * rounds, "all_to_all": ring, "broadcast": tree, "send": 1}.get(primitive, rounds)
+
+
+def flat_s(primitive: str, payload_bytes: float, size: int, link: Link, backend: str) -> float:
+    """Seconds of one call over `size` ranks that all use `link`."""
+    latency_s = num_rounds(primitive, size, backend) * link.latency_s
+    return latency_s + wire_bytes(primitive, round(payload_bytes), size) / link.bandwidth_bytes_per_s
+
+
+def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec) -> Route:
+    """The route of a mesh axis or of a named sub-group. Rank order as in :mod:`meshwright.core.axes`.
+
+    A group with stride k and n members lies in a block of k·n consecutive ranks. Blocks that tile a node keep every
+    group inside it; any other block is cut by a node's edge, and then some group crosses.
+    """
+    size, stride = _size_and_stride(axis, model, strategy)
+    per_node = cluster.devices_per_node
+    block = size * stride
+    crosses = size > 1 and cluster.num_nodes > 1 and (axis == PP_ENDS or per_node % block > 0)
+    even = axis != PP_ENDS and stride <= per_node and per_node % stride == 0 and block % per_node == 0
+    return Route(
+        size=size,
+        num_local=per_node // stride if crosses and even else 1,
+        intra=cluster.intra_link,
+        inter=cluster.inter_link if crosses else None,
+        backend=cluster.backend,
+    )
+
+
+def _size_and_stride(axis: str, model: ModelSpec, strategy: Strategy) -> tuple[int, int]:
+    per_stage = strategy.dp * strategy.tp
+    return {
+        TP: (strategy.tp, 1),
+        TP_KV: (kv_replicas(model, strategy.tp), 1),
+        DP: (strategy.dp, strategy.tp),
+        PP: (strategy.pp, per_stage),
+        PP_ENDS: (min(2, strategy.pp), (strategy.pp - 1) * per_stage),
+        WORLD: (strategy.world_size, 1),
+    }[axis]
+
+
+def boundary_link(stage: int, strategy: Strategy, cluster: ClusterSpec) -> Link:
+    """The slowest link between the ranks of `stage` and their peers on `stage` + 1."""
+    per_stage = strategy.dp * strategy.tp
+    first, last = stage * per_stage, (stage + 2) * per_stage - 1
+    within = first // cluster.devices_per_node == last // cluster.devices_per_node
+    return cluster.intra_link if within else cluster.inter_link
+
+

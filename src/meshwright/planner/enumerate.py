@@ -1,0 +1,169 @@
+"""Every strategy for a job on a cluster: legal, or refused with the reason.
+
+    degrees (dp, tp, pp) with dp × tp × pp = devices
+      └─ refused as a whole where a rule of core/rules.py or an advice below is broken
+    choices: micro-batch size × schedule × ZeRO stage × recompute, at one precision
+      └─ refused one by one
+
+A fixed field has one value, and an advice (unlike a rule) yields to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import RuleError
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.rules import Case, check, divisors, nearest_legal, violations
+from meshwright.core.strategy import Strategy
+
+MAX_STAGE_EXCESS = 1.25
+"""Layers of the longest stage over the mean, above which a pipeline is not offered unasked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A strategy, or all strategies of its degrees, that is not offered."""
+
+    strategy: Strategy
+    rule: str
+    reason: str
+    whole_degree: bool
+    """True where the reason holds for every choice at these degrees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What enumeration found."""
+
+    legal: tuple[Strategy, ...]
+    refused: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Legal, but not offered unless one of `yields_to` is fixed by the user."""
+
+    id: str
+    yields_to: tuple[str, ...]
+    against: Callable[[Case], str | None]
+
+
+def _tp_in_node(c: Case) -> str | None:
+    tp, per_node = c.strategy.tp, c.cluster.devices_per_node
+    if tp <= per_node:
+        return None
+    return f"tp={tp} is more than the {per_node} devices of a node; its all-reduces would cross nodes (advice N4)"
+
+
+def _balance(c: Case) -> str | None:
+    pp, num_layers = c.strategy.pp, c.model.num_layers
+    longest = max(len(layers) for layers in c.strategy.stage_layers(num_layers))
+    if longest * pp <= MAX_STAGE_EXCESS * num_layers:
+        return None
+    return f"pp={pp} splits {num_layers} layers so that the longest stage has {longest}, the mean {num_layers / pp:.2f}"
+
+
+ADVICE = (Advice("N4", ("tp",), _tp_in_node), Advice("pp-balance", ("pp", "layers_per_stage"), _balance))
+
+
+def default_precision(cluster: ClusterSpec) -> str:
+    """bf16 on accelerators (advice P1), fp32 on CPU ranks."""
+    return "fp32" if cluster.backend == "gloo" else "bf16"
+
+
+def strategies(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Space:
+    """All candidates that agree with `fix` (values as from :func:`meshwright.planner.fix.check_fix`).
+
+    Raises RuleError where nothing legal agrees with `fix`: the reason that comes closest, and the nearest legal one.
+    """
+    legal: list[Strategy] = []
+    refused: list[Refusal] = []
+    for degrees in _degrees(cluster.num_devices, fix):
+        first = _first_choice(degrees, job, cluster, fix)
+        reasons = _reasons(Case(first, model, cluster, job), fix)
+        if reasons:
+            refused.append(Refusal(first, *reasons[0], whole_degree=True))
+            continue
+        for strategy in _choices(first, job, cluster, fix):
+            broken = violations(strategy, model, cluster, job)
+            if broken:
+                refused.append(Refusal(strategy, broken[0].rule.id, str(broken[0]), whole_degree=False))
+            else:
+                legal.append(strategy)
+    if not legal:
+        raise _nothing_legal(model, cluster, job, fix, refused)
+    return Space(tuple(legal), tuple(refused))
+
+
+def _degrees(num_devices: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    for tp in divisors(num_devices):
+        for pp in divisors(num_devices // tp):
+            degrees = {"dp": num_devices // tp // pp, "tp": tp, "pp": pp}
+            if all(fix.get(axis, size) == size for axis, size in degrees.items()):
+                yield degrees
+
+
+def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Strategy:
+    """One strategy at these degrees; if it breaks a rule, each of them does."""
+    per_rank = max(1, job.global_batch_size // degrees["dp"])
+    size = fix.get("micro_batch_size") or max(1, per_rank // fix.get("num_micro_batches", per_rank))
+    values = {
+        **degrees,
+        "precision": default_precision(cluster),
+        "micro_batch_size": size,
+        "num_micro_batches": max(1, per_rank // size),
+    }
+    return Strategy.model_validate({**values, **fix})
+
+
+def _reasons(case: Case, fix: Mapping[str, Any]) -> list[tuple[str, str]]:
+    broken = [(v.rule.id, str(v)) for v in violations(case.strategy, case.model, case.cluster, case.job)]
+    if broken:
+        return broken
+    open_advice = (a for a in ADVICE if not any(field in fix for field in a.yields_to))
+    against = ((a.id, a.against(case)) for a in open_advice)
+    return [(id, reason) for id, reason in against if reason is not None]
+
+
+def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Iterator[Strategy]:
+    """Every choice at the degrees of `first`. Without a pipeline all schedules are one, and so are ZeRO 0 and 1 at dp=1."""
+    options: dict[str, Sequence[Any]] = {
+        "micro_batch_size": divisors(job.global_batch_size // first.dp),
+        "schedule": ("gpipe", "1f1b") if first.pp > 1 else ("1f1b",),
+        "zero": (0, 1) if first.dp > 1 else (0,),
+        "recompute": ("none", "full"),
+    }
+    options |= {name: (fix[name],) for name in options if name in fix}
+    for values in product(*options.values()):
+        change = dict(zip(options, values, strict=True))
+        num_micro_batches = job.global_batch_size // first.dp // change["micro_batch_size"]
+        if fix.get("num_micro_batches", num_micro_batches) == num_micro_batches:
+            yield first.model_copy(update={**change, "num_micro_batches": num_micro_batches})
+
+
+def _nothing_legal(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], refused: Sequence[Refusal]
+) -> RuleError:
+    """The refusal that breaks the fewest rules, or, where degrees do not even multiply out, the fixed point itself."""
+    if refused:
+        tightest = min(refused, key=lambda r: len(violations(r.strategy, model, cluster, job)))
+        near = nearest_legal(tightest.strategy, model, cluster, job)
+        hint = f"; nearest legal: {near.describe()}" if near else "; no split of this job over this cluster is legal"
+        return RuleError(f"{_wish(fix)}: {tightest.reason}{hint}", tightest.rule)
+    degrees = {axis: fix.get(axis, 1) for axis in ("dp", "tp", "pp")}
+    try:
+        check(_first_choice(degrees, job, cluster, fix), model, cluster, job)
+    except RuleError as error:
+        return RuleError(f"{_wish(fix)}: {error}", error.rule)
+    return RuleError(f"{_wish(fix)}: no strategy agrees with all of it", "fix")
+
+
+def _wish(fix: Mapping[str, Any]) -> str:
+    fixed = ", ".join(f"{name}={value}" for name, value in fix.items())
+    return f"nothing legal with {fixed}" if fixed else "no legal strategy"

@@ -1,0 +1,48 @@
+"""What the user fixed: values of Strategy fields, read from text or from Python, each checked on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.core.errors import InputError
+from meshwright.core.strategy import Strategy
+
+FIELDS = tuple(Strategy.model_fields)
+
+
+def parse_fix(texts: Iterable[str]) -> dict[str, Any]:
+    """`dp=2`, `layers_per_stage=3,3,2`, ... to field values. A field may be named once.
+
+    Raises InputError naming the text.
+    """
+    fix: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not value:
+            raise InputError(f"--fix {text}: write FIELD=VALUE, for example --fix dp=2; fields: {', '.join(FIELDS)}")
+        if name in fix:
+            raise InputError(f"--fix {text}: `{name}` is already fixed to {fix[name]}")
+        fix[name] = value.split(",") if name == "layers_per_stage" else value
+    return check_fix(fix)
+
+
+def check_fix(fix: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values with their field's type. Raises InputError naming the field, its values and the near misses."""
+    return {name: _field_value(name, value) for name, value in fix.items()}
+
+
+def _field_value(name: str, value: Any) -> Any:
+    if name not in Strategy.model_fields:
+        near = get_close_matches(name, FIELDS, n=1)
+        hint = f"did you mean `{near[0]}`? " if near else ""
+        raise InputError(f"fix `{name}`: not a field of a strategy; {hint}fields: {', '.join(FIELDS)}")
+    if name == "zero" and isinstance(value, str) and value.isdigit():
+        value = int(value)
+    try:
+        return getattr(Strategy.model_validate({name: value}), name)
+    except ValidationError as error:
+        raise InputError(f"fix `{name}`: {error.errors()[0]['msg']} (got {value!r})") from None
