@@ -1,0 +1,187 @@
+"""A plain decoder for one device: GPT-2, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
+
+    tokens [b,s] ─ embedding (+ positions) ─▶ [b,s,h] ─ layers ─▶ [b,s,h] ─ final_norm ─ head ─▶ logits [b,s,V]
+
+    layer:  x + attention(attention_norm(x)),  then  x + mlp(mlp_norm(x))
+
+Parameters are named and shaped as `ModelSpec.parameters()` says. Parallelism is applied from outside: a stage
+of a pipeline is this model with `embedding`, `positions`, `final_norm`, `head` set to None and layers deleted;
+tensor parallelism swaps the projections for ones with fewer heads, which is why head counts are read off the
+projected tensors.
+
+Shapes: b sequences, s tokens, h hidden, a query heads, g key/value heads, d head dim, f feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.model import ModelSpec
+from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
+from meshwright.models.rope import Rope
+
+
+class RMSNorm(nn.Module):
+    """Parameter `weight` [size]."""
+
+    def __init__(self, size: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Parameters `weight` and `bias` [size]."""
+
+    def __init__(self, size: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        if x.dtype in LOW_PRECISION and not x.is_cuda:
+            weight, bias = weight.float(), bias.float()  # only then does the CPU kernel keep fp32 statistics
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+def _norm(spec: ModelSpec, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    kind = RMSNorm if spec.norm == "rmsnorm" else LayerNorm
+    return kind(spec.hidden_size, spec.norm_eps, device, dtype)
+
+
+def _linear(into: int, out: int, bias: bool, device: torch.device | None, dtype: torch.dtype | None) -> nn.Linear:
+    return nn.utils.skip_init(nn.Linear, into, out, bias=bias, device=device, dtype=dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads. [b, s, h] → [b, s, h]."""
+
+    def __init__(
+        self, spec: ModelSpec, rope: Rope | None, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.rope = rope
+        self.q = _linear(spec.hidden_size, spec.heads_size, spec.qkv_bias, device, dtype)
+        self.k = _linear(spec.hidden_size, spec.kv_size, spec.qkv_bias, device, dtype)
+        self.v = _linear(spec.hidden_size, spec.kv_size, spec.qkv_bias, device, dtype)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.o = _linear(spec.heads_size, spec.hidden_size, spec.out_bias, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            cos, sin = self.rope(x.shape[1], q.device, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [b, heads, s, d]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+def _activate(kind: str, x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate. [b, s, h] → [b, s, h]."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        sizes = (spec.hidden_size, spec.ffn_size, spec.mlp_bias, device, dtype)
+        self.gate = _linear(*sizes) if spec.gated_mlp else None
+        self.up = _linear(*sizes)
+        self.down = _linear(spec.ffn_size, spec.hidden_size, spec.mlp_bias, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.down(_activate(self.activation, self.up(x)))
+        gate, up = self.gate(x), self.up(x)
+        inner = swiglu(gate, up) if self.activation == "silu" else _activate(self.activation, gate) * up
+        return self.down(inner)
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm transformer layer. [b, s, h] → [b, s, h]."""
+
+    def __init__(
+        self, spec: ModelSpec, rope: Rope | None, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.attention_norm = _norm(spec, device, dtype)
+        self.attention = Attention(spec, rope, device, dtype)
+        self.mlp_norm = _norm(spec, device, dtype)
+        self.mlp = MLP(spec, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """The whole model, or what a pipeline has left of it. Use :func:`meshwright.models.build.build`.
+
+    Weights are not initialised here. A tied head's weight is the embedding's Parameter itself.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        size = (spec.hidden_size,)
+        rope = Rope(spec) if spec.positions == "rope" else None
+        self.embedding = nn.utils.skip_init(nn.Embedding, spec.vocab_size, *size, device=device, dtype=dtype)
+        self.positions = None
+        if spec.positions == "learned":
+            self.positions = nn.utils.skip_init(nn.Embedding, spec.max_positions, *size, device=device, dtype=dtype)
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(spec, rope, device, dtype) for layer in range(spec.num_layers)}
+        )
+        self.final_norm = _norm(spec, device, dtype)
+        self.head = _linear(spec.hidden_size, spec.vocab_size, False, device, dtype)
+        if spec.tied_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [b, s, V], or hidden states [b, s, h] where the head was cut away.
+
+        Args:
+            x: token ids [b, s], or hidden states [b, s, h] where the embedding was cut away.
+
+        Raises:
+            InputError: s is more than the learned positions.
+            UnsupportedError: s is more than the sliding window.
+        """
+        self._check_length(x.shape[1])
+        if self.embedding is not None:
+            x = self.embedding(x)
+            if self.positions is not None:
+                x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        for layer in self.layers.values():
+            x = layer(x)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return x if self.head is None else self.head(x)
+
+    def _check_length(self, length: int) -> None:
+        spec = self.spec
+        if spec.positions == "learned" and length > spec.max_positions:
+            raise InputError(
+                f"{length} tokens, but `{spec.name}` has {spec.max_positions} learned positions; shorten the sequences"
+            )
+        if spec.sliding_window is not None and length > spec.sliding_window:
+            raise UnsupportedError(
+                f"{length} tokens are more than the sliding window of {spec.sliding_window} of `{spec.name}`; "
+                f"windowed attention is not implemented, use sequences of at most {spec.sliding_window}"
+            )

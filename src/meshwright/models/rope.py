@@ -1,0 +1,54 @@
+"""Rotary position tables, computed once and shared by all layers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from meshwright.core.model import ModelSpec, RopeScaling
+
+
+def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
+    """Radians per position of each dim pair: [head_dim/2], fp32 as in the models' reference implementation."""
+    exponents = torch.arange(0, spec.head_dim, 2, device="cpu", dtype=torch.float32) / spec.head_dim
+    frequencies = 1.0 / (spec.rope_theta**exponents)
+    return frequencies if spec.rope_scaling is None else _llama3(frequencies, spec.rope_scaling)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Slow dims turn `factor` times slower, fast ones as before, those between are blended.
+
+    Source: Grattafiori et al. 2024 (Llama 3.1), as published with the weights.
+    """
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = ((scaling.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+class Rope(nn.Module):
+    """cos and sin for positions 0 to s−1. Made on first use, so that a model can be built without storage."""
+
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+
+    def forward(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos [length, 1, head_dim] and sin [length, 1, head_dim/2]."""
+        if self.cos is None or len(self.cos) < length or self.cos.device != device or self.cos.dtype != dtype:
+            self.cos, self.sin = self._tables(length, device, dtype)
+        return self.cos[:length], self.sin[:length]
+
+    @torch.no_grad()
+    def _tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(length, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(self.spec).to(device)).unsqueeze(1)
+        cos = angles.cos()
+        return torch.cat((cos, cos), dim=-1).to(dtype), angles.sin().to(dtype)
