@@ -1,0 +1,57 @@
+"""Text from a plain model, one token at a time. No key/value cache: each token costs a whole forward."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.core.errors import InputError
+from meshwright.models.decoder import Decoder
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Continue `tokens`; only the last `max_positions` (or sliding window) of them are looked at.
+
+    Args:
+        model: a whole model on one device.
+        tokens: [1, s] token ids, s ≥ 1.
+        max_new_tokens: how many to add.
+        temperature: divides the logits; 0 takes the most likely token (the lowest id among equals).
+        top_k: draw only among the k most likely tokens; None for all.
+        seed: of the draws.
+
+    Returns:
+        [1, s + max_new_tokens] token ids.
+
+    Raises:
+        InputError: an empty prompt, a negative temperature or a `top_k` below 1.
+    """
+    if tokens.ndim != 2 or len(tokens) != 1 or tokens.shape[1] == 0:
+        raise InputError(f"generate continues one prompt of at least one token [1, s], got {list(tokens.shape)}")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise InputError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
+    spec = model.spec
+    window = min(spec.max_positions, spec.sliding_window or spec.max_positions)
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    for _ in range(max_new_tokens):
+        logits = model(tokens[:, -window:])[:, -1]
+        tokens = torch.cat((tokens, _choose(logits, temperature, top_k, generator)), dim=1)
+    return tokens
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+    """[1, V] → [1, 1]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
