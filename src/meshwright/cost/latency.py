@@ -212,9 +212,7 @@ def stage_ends_s(costs: StepCosts, makespan_s: float) -> list[float]:
 def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> StepTime:
     """Put the terms of all stages together; `ends_s` is when each stage ends its last backward."""
     makespan_s = max(ends_s)
-    reduced_s = max(
-        end_s + stage.exposed_reduction_s for stage, end_s in zip(costs.stages, ends_s, strict=True)
-    )
+    reduced_s = max(end_s + stage.exposed_reduction_s for stage, end_s in zip(costs.stages, ends_s, strict=True))
     busy_s = strategy.num_micro_batches * sum(stage.forward_s + stage.backward_s for stage in costs.stages)
     return StepTime(
         pipeline_s=makespan_s,

@@ -12,12 +12,11 @@ Sanders, Speck & Träff 2009 (double tree, 2·log2 P rounds).
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 
 from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
 from meshwright.core.cluster import ClusterSpec, Link
-from meshwright.core.measures import TrafficRow, wire_bytes
+from meshwright.core.measures import wire_bytes
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
 from meshwright.core.strategy import Strategy
@@ -108,5 +107,3 @@ def boundary_link(stage: int, strategy: Strategy, cluster: ClusterSpec) -> Link:
     first, last = stage * per_stage, (stage + 2) * per_stage - 1
     within = first // cluster.devices_per_node == last // cluster.devices_per_node
     return cluster.intra_link if within else cluster.inter_link
-
-

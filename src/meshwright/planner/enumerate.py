@@ -80,24 +80,34 @@ def default_precision(cluster: ClusterSpec) -> str:
 def strategies(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Space:
     """All candidates that agree with `fix` (values as from :func:`meshwright.planner.fix.check_fix`).
 
-    Raises RuleError where nothing legal agrees with `fix`: the reason that comes closest, and the nearest legal one.
+    Advice also yields where nothing else is legal. Raises RuleError where nothing legal agrees with `fix`: the reason
+    that comes closest, and the nearest legal strategy.
     """
+    open_advice = tuple(a for a in ADVICE if not any(field in fix for field in a.yields_to))
+    for advice in (open_advice, ()):
+        space = _search(model, cluster, job, fix, advice)
+        if space.legal:
+            return space
+    raise _nothing_legal(model, cluster, job, fix, space.refused)
+
+
+def _search(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], advice: Sequence[Advice]
+) -> Space:
     legal: list[Strategy] = []
     refused: list[Refusal] = []
     for degrees in _degrees(cluster.num_devices, fix):
         first = _first_choice(degrees, job, cluster, fix)
-        reasons = _reasons(Case(first, model, cluster, job), fix)
-        if reasons:
-            refused.append(Refusal(first, *reasons[0], whole_degree=True))
+        reason = _reason(Case(first, model, cluster, job), advice)
+        if reason:
+            refused.append(Refusal(first, *reason, whole_degree=True))
             continue
-        for strategy in _choices(first, job, cluster, fix):
-            broken = violations(strategy, model, cluster, job)
-            if broken:
-                refused.append(Refusal(strategy, broken[0].rule.id, str(broken[0]), whole_degree=False))
+        for strategy in _choices(first, job, fix):
+            reason = _reason(Case(strategy, model, cluster, job), ())
+            if reason:
+                refused.append(Refusal(strategy, *reason, whole_degree=False))
             else:
                 legal.append(strategy)
-    if not legal:
-        raise _nothing_legal(model, cluster, job, fix, refused)
     return Space(tuple(legal), tuple(refused))
 
 
@@ -122,17 +132,17 @@ def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fi
     return Strategy.model_validate({**values, **fix})
 
 
-def _reasons(case: Case, fix: Mapping[str, Any]) -> list[tuple[str, str]]:
-    broken = [(v.rule.id, str(v)) for v in violations(case.strategy, case.model, case.cluster, case.job)]
+def _reason(case: Case, advice: Sequence[Advice]) -> tuple[str, str] | None:
+    """(id, numbers and why) of the first rule, then of the first advice, that speaks against a case."""
+    broken = violations(case.strategy, case.model, case.cluster, case.job)
     if broken:
-        return broken
-    open_advice = (a for a in ADVICE if not any(field in fix for field in a.yields_to))
-    against = ((a.id, a.against(case)) for a in open_advice)
-    return [(id, reason) for id, reason in against if reason is not None]
+        return broken[0].rule.id, "; ".join(str(v) for v in broken)
+    against = ((a.id, a.against(case)) for a in advice)
+    return next(((id, reason) for id, reason in against if reason is not None), None)
 
 
-def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Iterator[Strategy]:
-    """Every choice at the degrees of `first`. Without a pipeline all schedules are one, and so are ZeRO 0 and 1 at dp=1."""
+def _choices(first: Strategy, job: Job, fix: Mapping[str, Any]) -> Iterator[Strategy]:
+    """Every choice at the degrees of `first`. Without a pipeline all schedules are one; at dp=1 so are ZeRO 0 and 1."""
     options: dict[str, Sequence[Any]] = {
         "micro_batch_size": divisors(job.global_batch_size // first.dp),
         "schedule": ("gpipe", "1f1b") if first.pp > 1 else ("1f1b",),

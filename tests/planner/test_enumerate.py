@@ -1,0 +1,151 @@
+"""Enumeration: complete, legal, refused with reasons, obedient to what is fixed."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshwright.core.errors import InputError, RuleError
+from meshwright.core.job import Job
+from meshwright.core.rules import violations
+from meshwright.core.strategy import Strategy
+from meshwright.planner.enumerate import strategies
+from meshwright.planner.fix import check_fix, parse_fix
+
+
+def brute_force(model, cluster, job, max_tp):
+    """Every strategy that the rules allow, found without the enumerator."""
+    world, batch = cluster.num_devices, job.global_batch_size
+    sizes = range(1, max(world, batch) + 1)
+    found = set()
+    for dp, tp, pp, b in product(sizes, sizes, sizes, sizes):
+        if dp * tp * pp != world or batch % (dp * b) or tp > max_tp:
+            continue
+        for schedule, zero, recompute in product(("gpipe", "1f1b"), (0, 1), ("none", "full")):
+            if (pp == 1 and schedule == "gpipe") or (dp == 1 and zero == 1):
+                continue
+            strategy = Strategy(
+                dp=dp, tp=tp, pp=pp, micro_batch_size=b, num_micro_batches=batch // dp // b, schedule=schedule,
+                zero=zero, recompute=recompute, precision="bf16",
+            )  # fmt: skip
+            if not violations(strategy, model, cluster, job):
+                found.add(strategy)
+    return found
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 1), (1, 8), (2, 4), (1, 6)])
+def test_enumeration_is_what_brute_force_finds(model, cluster, num_nodes, per_node):
+    job = Job(seq_length=32, global_batch_size=12)
+    spec, machines = model(num_layers=24), cluster(num_nodes, per_node)
+    space = strategies(spec, machines, job, {})
+    assert len(space.legal) == len(set(space.legal))
+    assert set(space.legal) == brute_force(spec, machines, job, max_tp=per_node)
+
+
+def test_every_degree_is_either_offered_or_refused(model, cluster, job):
+    space = strategies(model(), cluster(2, 8), job, {})
+    degrees = {(dp, tp, pp) for dp, tp, pp in product(range(1, 17), repeat=3) if dp * tp * pp == 16}
+    offered = {(s.dp, s.tp, s.pp) for s in space.legal}
+    refused = {(r.strategy.dp, r.strategy.tp, r.strategy.pp) for r in space.refused if r.whole_degree}
+    assert offered | refused == degrees
+    assert not offered & refused
+
+
+def test_a_refusal_names_the_rule_and_the_numbers(model, cluster, job):
+    space = strategies(model(), cluster(1, 8), job, {})
+    reasons = {(r.strategy.tp, r.rule): r.reason for r in space.refused}
+    assert "tp=8 does not divide the heads 4" in reasons[8, "tp-heads"]
+
+
+def test_tensor_parallel_across_nodes_only_when_asked(model, cluster, job):
+    spec, machines = model(), cluster(4, 2)
+    offered = strategies(spec, machines, job, {})
+    assert max(s.tp for s in offered.legal) == 2
+    assert any(r.rule == "N4" and "tp=4" in r.reason and "2 devices" in r.reason for r in offered.refused)
+    assert {s.tp for s in strategies(spec, machines, job, {"tp": 4}).legal} == {4}
+
+
+def test_what_only_advice_speaks_against_is_offered_where_nothing_else_agrees(model, cluster, job):
+    space = strategies(model(), cluster(4, 2), job, {"dp": 1, "pp": 2})
+    assert {(s.dp, s.tp, s.pp) for s in space.legal} == {(1, 4, 2)}
+
+
+def test_unbalanced_pipelines_only_when_asked(model, cluster, job):
+    spec, machines = model(num_layers=5, num_heads=1, num_kv_heads=1), cluster(1, 4)
+    assert 4 not in {s.pp for s in strategies(spec, machines, job, {}).legal}
+    assert {s.pp for s in strategies(spec, machines, job, {"pp": 4}).legal} == {4}
+
+
+def test_defaults_of_precision_and_schedule(model, cluster, job):
+    assert {s.precision for s in strategies(model(), cluster(), job, {}).legal} == {"bf16"}
+    assert {s.precision for s in strategies(model(), cluster(backend="gloo"), job, {}).legal} == {"fp32"}
+    assert {s.precision for s in strategies(model(), cluster(), job, {"precision": "fp32"}).legal} == {"fp32"}
+    assert "naive" not in {s.schedule for s in strategies(model(), cluster(), job, {}).legal}
+    assert {s.schedule for s in strategies(model(), cluster(), job, {"schedule": "naive"}).legal} == {"naive"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp=2", "tp=4", "pp=2", "zero=1", "schedule=gpipe", "micro_batch_size=2", "num_micro_batches=4", "recompute=full",
+     "precision=bf16-16", "bucket_bytes=1000", "layers_per_stage=3,5"],
+)  # fmt: skip
+def test_every_field_can_be_fixed_from_text(model, cluster, job, text):
+    fix = parse_fix([text, *(["pp=2"] if text.startswith("layers") else [])])
+    space = strategies(model(), cluster(), job, fix)
+    assert space.legal
+    for name, value in fix.items():
+        assert {getattr(s, name) for s in space.legal} == {value}
+
+
+def test_all_of_a_strategy_can_be_fixed(model, cluster, job):
+    whole = Strategy(dp=2, tp=2, pp=2, zero=1, schedule="gpipe", micro_batch_size=2, num_micro_batches=4,
+                     recompute="full", precision="fp32", layers_per_stage=(3, 5))  # fmt: skip
+    assert strategies(model(), cluster(), job, check_fix(whole.model_dump())).legal == (whole,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp", "FIELD=VALUE"), ("dp=", "FIELD=VALUE"), ("dp=two", "integer"), ("dp=0", "greater than 0"),
+        ("zero=3", "0 or 1"), ("shcedule=1f1b", "did you mean `schedule`"), ("recompute=some", "'none' or 'full'"),
+        ("layers_per_stage=3,x", "integer"), ("precision=int4", "fp32"),
+    ],
+)  # fmt: skip
+def test_a_bad_fix_is_one_clear_line(text, words):
+    with pytest.raises(InputError) as caught:
+        parse_fix([text])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_is_fixed_once():
+    with pytest.raises(InputError, match="already fixed to 2"):
+        parse_fix(["dp=2", "dp=4"])
+
+
+@pytest.mark.parametrize(
+    ("fix", "rule", "words"),
+    [
+        ({"tp": 8}, "tp-heads", "tp=8 does not divide the heads 4"),
+        ({"dp": 3}, "world", "cluster `1x8xround` has 8"),
+        ({"dp": 2, "tp": 8}, "world", "dp=2 × tp=8"),
+        ({"micro_batch_size": 3}, "batch", "micro_batch_size=3"),
+        ({"pp": 2, "layers_per_stage": (3, 3)}, "pp-layer-list", "[3, 3]"),
+    ],
+)
+def test_a_fix_that_nothing_satisfies_says_why_and_what_is_near(model, cluster, job, fix, rule, words):
+    with pytest.raises(RuleError) as caught:
+        strategies(model(), cluster(), job, fix)
+    message = str(caught.value)
+    assert caught.value.rule == rule
+    assert words in message
+    assert "nearest legal" in message or rule == "pp-layer-list"
+    assert "\n" not in message
+
+
+def test_a_cluster_that_no_split_can_use(model, cluster):
+    with pytest.raises(RuleError, match="batch"):
+        strategies(
+            model(num_layers=1, num_heads=1, num_kv_heads=1), cluster(1, 8), Job(seq_length=8, global_batch_size=3), {}
+        )
