@@ -1,0 +1,206 @@
+"""The verifier: a table that passes here runs to its end, on any network, with every gradient complete.
+
+Checks, in order: cells stand where they belong; each F and B exactly once; F before B; each tensor that crosses ranks
+is sent after it is made and received before it is used, in the same order on both sides; gradients are reduced once,
+last; no deadlock even where every send blocks until it is received.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NoReturn
+
+from meshwright.core.errors import ProgramError
+from meshwright.core.program import COMPUTE_KINDS, RECV_KINDS, Action, Kind, Program
+from meshwright.schedule.draw import table
+from meshwright.schedule.edges import Edge, edges, edges_between_ranks
+from meshwright.schedule.liveness import peak_live
+from meshwright.schedule.walk import Deadlock, walk
+
+__all__ = ["peak_live", "verify"]
+
+Place = tuple[int, int]
+"""(rank, index into its row)."""
+
+
+def verify(program: Program, backward: bool = True) -> None:
+    """Prove that `program` can run.
+
+    Args:
+        backward: False for a forward-only program, in which every F stands once and no B.
+
+    Raises:
+        ProgramError: the first fault found; one line, then the table with the cells in question marked.
+    """
+    _check_cells(program)
+    places = _places(program)
+    _check_complete(program, places, COMPUTE_KINDS if backward else (Kind.F,))
+    _check_dependencies(program, places)
+    _check_message_order(program)
+    _check_reductions(program)
+    try:
+        walk(program, _Rendezvous(program))
+    except Deadlock as deadlock:
+        raise ProgramError(
+            f"{deadlock} (sends block until received)\n{table(program, set(deadlock.waiting.items()))}"
+        ) from None
+
+
+def _check_cells(program: Program) -> None:
+    """Every cell names a stage of its rank and, where its kind has one, a micro-batch of the step."""
+    for stage, rank in enumerate(program.stage_ranks):
+        if not 0 <= rank < program.num_ranks:
+            _fail(program, f"stage {stage} stands on rank {rank}, but there are {program.num_ranks} ranks")
+    for rank, row in enumerate(program.rows):
+        for index, action in enumerate(row):
+            fault = _cell_fault(program, rank, action)
+            if fault:
+                _fail(program, f"{action} on rank {rank}: {fault}", {(rank, index)})
+
+
+def _cell_fault(program: Program, rank: int, action: Action) -> str | None:
+    if not 0 <= action.stage < program.num_stages:
+        return f"there are {program.num_stages} stages"
+    if program.stage_ranks[action.stage] != rank:
+        return f"stage {action.stage} stands on rank {program.stage_ranks[action.stage]}"
+    if action.kind in (Kind.ARM, Kind.REDUCE):
+        return None if action.micro_batch is None else f"{action.kind} is for all micro-batches"
+    if action.micro_batch is None or not 0 <= action.micro_batch < program.num_micro_batches:
+        return f"there are {program.num_micro_batches} micro-batches"
+    return None
+
+
+def _places(program: Program) -> dict[Action, Place]:
+    """Where each action stands; refuses one that stands twice."""
+    places: dict[Action, Place] = {}
+    for rank, row in enumerate(program.rows):
+        for index, action in enumerate(row):
+            if action in places:
+                _fail(program, f"{action} stands twice on rank {rank}", {places[action], (rank, index)})
+            places[action] = (rank, index)
+    return places
+
+
+def _check_complete(program: Program, places: dict[Action, Place], kinds: tuple[Kind, ...]) -> None:
+    """All compute and transfer actions that the step needs, and no others."""
+    needed = {
+        Action(kind, stage, k)
+        for kind in kinds
+        for stage in range(program.num_stages)
+        for k in range(program.num_micro_batches)
+    }
+    _refuse_missing(program, needed, places)
+    edges = tuple(edges_between_ranks(program))
+    needed |= {action for edge in edges for action in (edge.send, edge.recv)}
+    _refuse_missing(program, needed, places)
+    for action, place in places.items():
+        if action.micro_batch is not None and action not in needed:
+            _fail(program, f"{action} on rank {place[0]} has no purpose in this step", {place})
+
+
+def _refuse_missing(program: Program, needed: Iterable[Action], places: dict[Action, Place]) -> None:
+    missing = sorted((a for a in needed if a not in places), key=lambda a: (a.stage, a.kind, a.micro_batch or 0))
+    if missing:
+        rank = program.stage_ranks[missing[0].stage]
+        _fail(program, f"{missing[0]} is missing on rank {rank} ({len(missing)} missing in all)")
+
+
+def _check_dependencies(program: Program, places: dict[Action, Place]) -> None:
+    """Within a row: F before B, producer before send, receive before consumer."""
+
+    def before(first: Action, second: Action) -> None:
+        if places[first][1] > places[second][1]:
+            fault = f"{second} stands before {first} on rank {places[first][0]}, which it needs"
+            _fail(program, fault, {places[first], places[second]})
+
+    for action in places:
+        if action.kind is Kind.B:
+            before(Action(Kind.F, action.stage, action.micro_batch), action)
+    for edge in edges_between_ranks(program):
+        before(edge.producer, edge.send)
+        before(edge.recv, edge.consumer)
+
+
+def _check_message_order(program: Program) -> None:
+    """Two ranks must agree on the order of the messages from one to the other, for networks without tags."""
+    partner: dict[Action, Edge] = {edge.send: edge for edge in edges_between_ranks(program)}
+    partner |= {edge.recv: edge for edge in partner.values()}
+    sides: dict[tuple[int, int], tuple[list[Place], list[Place]]] = defaultdict(lambda: ([], []))
+    for rank, row in enumerate(program.rows):
+        for index, action in enumerate(row):
+            if action in partner:
+                edge = partner[action]
+                pair = (program.stage_ranks[edge.send.stage], program.stage_ranks[edge.recv.stage])
+                sides[pair][action.kind in RECV_KINDS].append((rank, index))
+    for (source, target), (sends, receives) in sides.items():
+        for sent, received in zip(sends, receives, strict=True):
+            send, receive = program.rows[sent[0]][sent[1]], program.rows[received[0]][received[1]]
+            if partner[send].recv != receive:
+                fault = f"rank {source} sends {send} where rank {target} expects {receive}"
+                _fail(program, fault, {sent, received})
+
+
+def _check_reductions(program: Program) -> None:
+    """If any stage is reduced, each is: ARM just before its last B, REDUCE after all other work of the rank."""
+    reduced = any(action.kind in (Kind.ARM, Kind.REDUCE) for row in program.rows for action in row)
+    for rank, row in enumerate(program.rows if reduced else ()):
+        end = next((index for index, action in enumerate(row) if action.kind is Kind.REDUCE), len(row))
+        for index in range(end, len(row)):
+            if row[index].kind is not Kind.REDUCE:
+                _fail(program, f"{row[index]} on rank {rank} stands after {row[end]}", {(rank, end), (rank, index)})
+        for stage in (s for s, where in enumerate(program.stage_ranks) if where == rank):
+            _check_stage_reduction(program, rank, stage)
+
+
+def _check_stage_reduction(program: Program, rank: int, stage: int) -> None:
+    row = program.rows[rank]
+    for kind in (Kind.ARM, Kind.REDUCE):
+        if Action(kind, stage) not in row:
+            _fail(program, f"{Action(kind, stage)} is missing on rank {rank}, though the program reduces gradients")
+    armed = row.index(Action(Kind.ARM, stage))
+    backwards = [index for index, action in enumerate(row) if action.kind is Kind.B and action.stage == stage]
+    ahead_of = sum(index > armed for index in backwards)
+    if ahead_of != 1:
+        fault = f"{row[armed]} on rank {rank} stands ahead of {ahead_of} backwards of its stage, not of the last alone"
+        _fail(program, fault, {(rank, armed)})
+
+
+class _Rendezvous:
+    """The strictest network: a send and its receive happen only when both ranks stand at them."""
+
+    def __init__(self, program: Program) -> None:
+        ranks = program.stage_ranks
+        self._peer: dict[Action, tuple[int, Action]] = {}
+        self._needs: dict[Action, Action] = {}
+        for edge in edges(program):
+            source, target = ranks[edge.producer.stage], ranks[edge.consumer.stage]
+            if source == target:
+                self._needs[edge.consumer] = edge.producer
+            else:
+                self._peer[edge.send] = (target, edge.recv)
+                self._peer[edge.recv] = (source, edge.send)
+        self._done: set[Action] = set()
+        self._standing: dict[int, Action] = {}
+
+    def attempt(self, rank: int, action: Action) -> bool:
+        self._standing[rank] = action
+        if action not in self._done and not self._may_go(action):
+            return False
+        self._done.add(action)
+        return True
+
+    def _may_go(self, action: Action) -> bool:
+        """Whichever of two partners comes second lets both go on."""
+        if action in self._peer:
+            peer, partner = self._peer[action]
+            met = self._standing.get(peer) == partner
+            if met:
+                self._done.add(partner)
+            return met
+        return action not in self._needs or self._needs[action] in self._done
+
+
+def _fail(program: Program, fault: str, places: Iterable[Place] = ()) -> NoReturn:
+    """One line, then the table with `places` marked."""
+    raise ProgramError(f"{program.name}: {fault}\n{table(program, set(places))}")
