@@ -1,0 +1,136 @@
+"""Figures as self-contained HTML pages: loss curve, memory bars, traffic bars.
+
+Each `*_figure` turns values into a plotly figure; `write_figure` puts one into a file that needs
+no network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.errors import InputError
+from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.units import format_bytes, format_time
+from meshwright.report.tables import MEMORY_CATEGORIES
+from meshwright.train.metrics import StepMetrics, read_metrics
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+LOSS_FILE = "loss.html"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+"""Okabe & Ito: told apart by colour-blind readers too."""
+
+
+def loss_figure(rows: Sequence[StepMetrics], title: str = "Loss") -> Figure:
+    """Training and evaluation loss by step; hovering shows tokens/s, gradient norm and learning rate."""
+    go = _plotly()
+    details = [[row.tokens_per_s, row.grad_norm, row.lr, format_time(row.step_time_s)] for row in rows]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[row.step + 1 for row in rows],
+        y=[row.loss for row in rows],
+        customdata=details,
+        name="training",
+        mode="lines",
+        line={"color": COLOURS[0], "width": 1.5},
+        hovertemplate="%{y:.4f}<br>%{customdata[0]:,.0f} tokens/s, %{customdata[3]} per step"
+        "<br>gradient norm %{customdata[1]:.3f}, learning rate %{customdata[2]:.2e}",
+    )
+    evaluated = [row for row in rows if row.eval_loss is not None]
+    if evaluated:
+        figure.add_scatter(
+            x=[row.step + 1 for row in evaluated],
+            y=[row.eval_loss for row in evaluated],
+            name="evaluation",
+            mode="lines+markers",
+            line={"color": COLOURS[5], "width": 2, "dash": "dot"},
+            hovertemplate="%{y:.4f}",
+        )
+    _lay_out(figure, title, "steps", "loss per token, nats")
+    figure.update_layout(hovermode="x unified")
+    return figure
+
+
+def write_loss_figure(run_dir: Path | str) -> Path:
+    """Draw `metrics.jsonl` of a run into its `loss.html`; returns the file. Raises InputError."""
+    rows = read_metrics(run_dir)
+    if not rows:
+        raise InputError(f"{run_dir}: no steps in the metrics yet, nothing to draw")
+    title = f"Loss: {rows[0].loss:.3f} → {rows[-1].loss:.3f} in {rows[-1].step + 1:,} steps"
+    return write_figure(loss_figure(rows, title), Path(run_dir) / LOSS_FILE)
+
+
+def memory_figure(memories: Mapping[str, MemoryBreakdown], limit_bytes: int | None = None) -> Figure:
+    """Stacked bars by category, one per label (a rank, a strategy, a witness); a line at what a device has."""
+    go = _plotly()
+    figure = go.Figure()
+    labels = list(memories)
+    for colour, (category, field) in zip(COLOURS, MEMORY_CATEGORIES.items(), strict=False):
+        sizes = [getattr(memory, field) for memory in memories.values()]
+        figure.add_bar(
+            x=[size / 1e9 for size in sizes],
+            y=labels,
+            customdata=[format_bytes(size) for size in sizes],
+            name=category,
+            orientation="h",
+            marker_color=colour,
+            hovertemplate=f"{category} %{{customdata}}<extra>%{{y}}</extra>",
+        )
+    if limit_bytes is not None:
+        figure.add_vline(x=limit_bytes / 1e9, line_dash="dash", annotation_text=f"usable {format_bytes(limit_bytes)}")
+    _lay_out(figure, "Memory of one rank at the peak of a step", "GB", "")
+    figure.update_layout(barmode="stack", legend_traceorder="normal")
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def traffic_figure(traffics: Mapping[str, Traffic]) -> Figure:
+    """Wire bytes of one rank and step by (phase, primitive, axis), one bar per label (forecast, measured)."""
+    go = _plotly()
+    merged: dict[tuple[str, str, str], None] = {}
+    for traffic in traffics.values():
+        merged.update((key, None) for key, _ in traffic.sorted_rows())
+    names = [f"{phase}: {primitive} over {axis}" for primitive, axis, phase in merged]
+    figure = go.Figure()
+    for colour, (label, traffic) in zip(COLOURS, traffics.items(), strict=False):
+        rows = [traffic.rows.get(key) for key in merged]
+        figure.add_bar(
+            x=[row.wire_bytes / 1e6 if row else 0 for row in rows],
+            y=names,
+            customdata=[[format_bytes(row.wire_bytes), row.calls] if row else ["0 B", 0] for row in rows],
+            name=label,
+            orientation="h",
+            marker_color=colour,
+            hovertemplate=f"{label}: %{{customdata[0]}} in %{{customdata[1]:,}} calls<extra>%{{y}}</extra>",
+        )
+    _lay_out(figure, "What one rank sends in a step", "MB", "")
+    figure.update_layout(barmode="group", legend_traceorder="normal")
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return figure
+
+
+def write_figure(figure: Figure, path: Path | str) -> Path:
+    """Write one HTML page that holds all it needs; all of it or nothing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    figure.write_html(str(partial), include_plotlyjs=True, full_html=True, config={"displaylogo": False})
+    os.replace(partial, path)
+    return path
+
+
+def _lay_out(figure: Figure, title: str, x: str, y: str) -> None:
+    figure.update_layout(
+        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", legend={"orientation": "h", "y": -0.2}
+    )
+
+
+def _plotly() -> Any:
+    """Slow to import, so only drawing pays for it."""
+    import plotly.graph_objects as go
+
+    return go

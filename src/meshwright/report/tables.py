@@ -1,0 +1,246 @@
+"""Tables for the terminal: strategies, memory, traffic, forecast beside measured, and a tiny curve.
+
+Each function turns values into a `rich` table; printing is the caller's. Wire bytes and memory are
+those of one rank, in decimal units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Protocol
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.core.axes import MESH_ORDER
+from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic, TrafficRow
+from meshwright.core.strategy import Strategy
+from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
+
+MEMORY_CATEGORIES = {
+    "parameters": "parameters_bytes",
+    "gradients": "gradients_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activations_bytes",
+    "buffers": "buffers_bytes",
+}
+"""Name in tables and figures → field of MemoryBreakdown."""
+
+_SHORT = ("param", "grad", "optim", "activ", "buffer")
+NONE = "–"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Candidate(Protocol):
+    """What a ranked strategy must tell; the planner's forecasts do."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def memory(self) -> MemoryBreakdown:
+        """Of the rank that needs most."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of that same rank."""
+
+    @property
+    def step_time(self) -> StepTime: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+def report_console() -> Console:
+    """Console on stdout: as wide as the terminal, 120 columns where the output is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(120, console.width))
+
+
+def strategies_table(candidates: Sequence[Candidate], title: str = "Strategies, best first") -> Table:
+    """One row per candidate, in the order given: step time, bubble, memory by category, wire bytes by axis.
+
+    All memory columns share one unit, and so do all wire columns; the heads name it.
+    """
+    axes = _axes(candidates)
+    memory_unit = unit_of(max((c.memory.total_bytes for c in candidates), default=0))
+    wire_unit = unit_of(max((size for c in candidates for size in c.traffic.by_axis().values()), default=0))
+    table = _table(title)
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("strategy", min_width=12)
+    for name in ("step", "bubble"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in (*_SHORT, "total"):
+        table.add_column(f"{name}\n{memory_unit}", justify="right", no_wrap=True)
+    for axis in axes:
+        table.add_column(f"{axis} wire\n{wire_unit}", justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for rank, candidate in enumerate(candidates, 1):
+        by_axis = candidate.traffic.by_axis()
+        table.add_row(
+            str(rank),
+            candidate.strategy.describe(),
+            format_time(candidate.step_time.total_s),
+            f"{candidate.step_time.bubble_fraction:.1%}",
+            *(in_unit(value, memory_unit) for value in _memory_values(candidate.memory)),
+            *(in_unit(by_axis[axis], wire_unit) if axis in by_axis else NONE for axis in axes),
+            "yes" if candidate.fits else "no",
+        )
+    return table
+
+
+def memory_table(memories: Mapping[str, MemoryBreakdown], title: str = "Memory at the peak of a step") -> Table:
+    """One row per label (a rank, or a witness), one column per category and the total."""
+    table = _table(title)
+    table.add_column("")
+    for name in (*MEMORY_CATEGORIES, "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, memory in memories.items():
+        table.add_row(label, *map(format_bytes, _memory_values(memory)))
+    return table
+
+
+def traffic_table(traffic: Traffic, title: str = "What one rank sends in a step") -> Table:
+    """One row per (phase, axis, primitive) with calls, payload and wire bytes; the last row is the sum."""
+    table = _table(title)
+    for name in ("phase", "axis", "primitive"):
+        table.add_column(name)
+    for name in ("calls", "payload", "wire"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for (primitive, axis, phase), row in traffic.sorted_rows():
+        cells = (f"{row.calls:,}", format_bytes(row.payload_bytes), format_bytes(row.wire_bytes))
+        table.add_row(phase, axis, primitive, *cells)
+    table.add_section()
+    calls = sum(row.calls for row in traffic.rows.values())
+    table.add_row("all", "", "", f"{calls:,}", "", format_bytes(traffic.wire_bytes))
+    return table
+
+
+# ---------------------------------------------------------------- forecast beside measured
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One quantity as two witnesses tell it. `unit`: bytes, seconds, calls or fraction."""
+
+    name: str
+    forecast: float | None
+    measured: float | None
+    unit: str
+
+    @property
+    def relative_difference(self) -> float | None:
+        """(measured − forecast) / forecast; None where one is missing, inf where only forecast is 0."""
+        if self.forecast is None or self.measured is None:
+            return None
+        if self.forecast == self.measured:
+            return 0.0
+        return (self.measured - self.forecast) / self.forecast if self.forecast else float("inf")
+
+
+def compare_memory(forecast: MemoryBreakdown, measured: MemoryBreakdown) -> list[Comparison]:
+    """Category by category, and the total."""
+    fields = {**MEMORY_CATEGORIES, "total": "total_bytes"}
+    return [
+        Comparison(f"memory, {name}", getattr(forecast, field), getattr(measured, field), "bytes")
+        for name, field in fields.items()
+    ]
+
+
+def compare_traffic(forecast: Traffic, measured: Traffic) -> list[Comparison]:
+    """Wire bytes and calls of every row that either has; a row that one lacks counts as 0 there."""
+    comparisons = []
+    for key, _ in Traffic({**forecast.rows, **measured.rows}).sorted_rows():
+        primitive, axis, phase = key
+        expected, found = (witness.rows.get(key, TrafficRow()) for witness in (forecast, measured))
+        name = f"{phase}: {primitive} over {axis}"
+        comparisons.append(Comparison(f"{name}, calls", expected.calls, found.calls, "calls"))
+        comparisons.append(Comparison(f"{name}, wire", expected.wire_bytes, found.wire_bytes, "bytes"))
+    return comparisons
+
+
+def compare_step_time(
+    forecast: StepTime, measured_s: float | None, measured_bubble: float | None = None
+) -> list[Comparison]:
+    """Step time and bubble; None where a run did not measure it."""
+    return [
+        Comparison("step time", forecast.total_s, measured_s, "seconds"),
+        Comparison("bubble", forecast.bubble_fraction, measured_bubble, "fraction"),
+    ]
+
+
+def comparison_table(comparisons: Sequence[Comparison], title: str = "Forecast beside measured") -> Table:
+    """One row per quantity: forecast, measured, and how far measured is from forecast."""
+    table = _table(title)
+    table.add_column("")
+    for name in ("forecast", "measured", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for comparison in comparisons:
+        cells = (_quantity(value, comparison.unit) for value in (comparison.forecast, comparison.measured))
+        table.add_row(comparison.name, *cells, _difference(comparison))
+    return table
+
+
+# ---------------------------------------------------------------- a curve in one line
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """A curve as one line of block characters, at most `width`; a blank where a value is not finite."""
+    means = [_mean(values[start:stop]) for start, stop in _bins(len(values), width)]
+    finite = [mean for mean in means if isfinite(mean)]
+    if not finite:
+        return " " * len(means)
+    low, high = min(finite), max(finite)
+    step = (high - low) / (len(_BLOCKS) - 1) or 1.0
+    return "".join(_BLOCKS[round((mean - low) / step)] if isfinite(mean) else " " for mean in means)
+
+
+def _bins(count: int, width: int) -> list[tuple[int, int]]:
+    bins = min(count, width)
+    return [(i * count // bins, (i + 1) * count // bins) for i in range(bins)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# ---------------------------------------------------------------- cells
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _axes(candidates: Sequence[Candidate]) -> list[str]:
+    """Axes that anybody sends over: mesh order first, then others by name."""
+    used = {axis for candidate in candidates for axis in candidate.traffic.by_axis()}
+    return [axis for axis in MESH_ORDER if axis in used] + sorted(used.difference(MESH_ORDER))
+
+
+def _memory_values(memory: MemoryBreakdown) -> list[int]:
+    """Bytes by category, and the total."""
+    return [*(getattr(memory, field) for field in MEMORY_CATEGORIES.values()), memory.total_bytes]
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return NONE
+    formats = {"bytes": format_bytes, "seconds": format_time, "fraction": "{:.1%}".format, "calls": "{:,.0f}".format}
+    return formats[unit](value)
+
+
+def _difference(comparison: Comparison) -> str:
+    """`equal`, `+3.1 %` or, where a percentage would hide it, the difference itself."""
+    relative = comparison.relative_difference
+    if relative is None or comparison.forecast is None or comparison.measured is None:
+        return NONE
+    if relative == 0:
+        return "equal"
+    delta = comparison.measured - comparison.forecast
+    if comparison.unit == "fraction":
+        return f"{delta * 100:+.1f} points"
+    if not isfinite(relative) or abs(relative) < 0.0005:
+        return f"{'+' if delta > 0 else '−'}{_quantity(abs(delta), comparison.unit)}"
+    return f"{relative:+.1%}"
