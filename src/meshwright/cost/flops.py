@@ -1,0 +1,187 @@
+"""Floating-point operations of a training step, each a list of named terms with its source.
+
+    per token   forward    2·N_mm + 4·L·a·d·s_eff      N_mm: parameters in matrix products (cost.params)
+                training   3 × forward                 backward multiplies by weights and by activations
+                recompute  + forward of the layers     (full: each layer runs a second time; the head does not)
+
+`s_eff` is the number of keys that a query meets: s under the full mask, s/2 under the causal one. A multiply and
+an add count as two; softmax, norms, biases and activations are left out. MODEL FLOPs are those of the algorithm, counted
+under the full mask as the papers do; HARDWARE FLOPs include what is computed again.
+
+Sources: Narayanan et al. 2021, §5.1 and appendix; Korthikanti et al. 2022, appendix A; Chowdhery et al. 2022 (PaLM),
+appendix B (model FLOPs utilisation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import dim_range
+from meshwright.core.strategy import Strategy
+
+NARAYANAN = "Narayanan et al. 2021, appendix"
+GQA = "Ainslie et al. 2023, §2.2"
+GATED = "Shazeer 2020, eq. 6"
+MOE = "Jiang et al. 2024, §2.1"
+
+
+@dataclass(frozen=True, slots=True)
+class FlopTerm:
+    """One named part of a count of FLOPs."""
+
+    name: str
+    flops: int
+    source: str
+
+
+def total_flops(terms: Iterable[FlopTerm]) -> int:
+    """Sum of terms."""
+    return sum(term.flops for term in terms)
+
+
+def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = False, tp: int = 1) -> tuple[FlopTerm, ...]:
+    """Forward FLOPs of one layer for one token, on rank 0 of a tp axis (which holds the largest pieces).
+
+    Args:
+        spec: the model.
+        seq_length: tokens of a sequence, s.
+        causal: count half of the score matrix, as kernels with a causal mask compute it.
+        tp: size of the tensor-parallel axis. Key and value projections are repeated where tp exceeds the key/value
+            heads; the router always is.
+    """
+    h = spec.hidden_size
+    heads = _held(spec, "heads", spec.heads_size, tp)
+    kv = _held(spec, "kv_heads", spec.kv_size, tp)
+    ffn = _held(spec, "ffn", spec.ffn_size, tp)
+    matrices = 3 if spec.gated_mlp else 2
+    experts = spec.experts_per_token or 1
+    score = 2 * heads * seq_length // (2 if causal else 1)
+    terms = [
+        FlopTerm("query projection", 2 * h * heads, NARAYANAN),
+        FlopTerm("key and value projections", 2 * h * 2 * kv, GQA),
+        FlopTerm("attention scores", score, NARAYANAN),
+        FlopTerm("attention over values", score, NARAYANAN),
+        FlopTerm("output projection", 2 * h * heads, NARAYANAN),
+        FlopTerm("mlp", 2 * h * ffn * matrices * experts, GATED if spec.gated_mlp else NARAYANAN),
+    ]
+    if spec.num_experts:
+        terms.append(FlopTerm("router", 2 * h * spec.num_experts, MOE))
+    return tuple(terms)
+
+
+def head_forward_terms(spec: ModelSpec, *, tp: int = 1) -> tuple[FlopTerm, ...]:
+    """Forward FLOPs of the output head for one token, on rank 0 of a tp axis. The look-up of tokens costs none."""
+    vocab = _held(spec, "vocab", spec.vocab_size, tp)
+    return (FlopTerm("head", 2 * spec.hidden_size * vocab, NARAYANAN),)
+
+
+def _held(spec: ModelSpec, dim: str, size: int, tp: int) -> int:
+    return dim_range(spec, dim, size, tp, 0)[1]
+
+
+# --- one token of the whole model --------------------------------------------------------------------------
+
+
+def forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = False) -> tuple[FlopTerm, ...]:
+    """Forward FLOPs of the model for one token; the terms of a layer are multiplied by the layers."""
+    layer = layer_forward_terms(spec, seq_length, causal=causal)
+    layers = tuple(FlopTerm(term.name, term.flops * spec.num_layers, term.source) for term in layer)
+    return (*layers, *head_forward_terms(spec))
+
+
+def forward_flops_per_token(spec: ModelSpec, seq_length: int, *, causal: bool = False) -> int:
+    """2·N_mm + 4·L·a·d·s_eff."""
+    return total_flops(forward_terms(spec, seq_length, causal=causal))
+
+
+def training_flops_per_token(spec: ModelSpec, seq_length: int, recompute: str = "none", *, causal: bool = False) -> int:
+    """Forward, backward (twice forward), and with `recompute="full"` the layers' forward once more."""
+    again = spec.num_layers * total_flops(layer_forward_terms(spec, seq_length, causal=causal))
+    return 3 * forward_flops_per_token(spec, seq_length, causal=causal) + (again if recompute == "full" else 0)
+
+
+# --- one step of a job -------------------------------------------------------------------------------------
+
+
+def model_flops(spec: ModelSpec, job: Job, *, causal: bool = False) -> int:
+    """FLOPs that one step of the algorithm needs, over all ranks."""
+    return training_flops_per_token(spec, job.seq_length, causal=causal) * job.tokens_per_step
+
+
+def hardware_flops(spec: ModelSpec, job: Job, recompute: str, *, causal: bool = False) -> int:
+    """FLOPs that one step computes, over all ranks: those of the model and those of recomputation."""
+    return training_flops_per_token(spec, job.seq_length, recompute, causal=causal) * job.tokens_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class StageFlops:
+    """Forward FLOPs of one micro-batch on one rank of a pipeline stage. Backward counts twice as many."""
+
+    layers: int
+    head: int
+
+    @property
+    def forward(self) -> int:
+        return self.layers + self.head
+
+    def training(self, recompute: str) -> int:
+        """Forward, backward and recomputation of one micro-batch."""
+        return 3 * self.forward + (self.layers if recompute == "full" else 0)
+
+
+def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, causal: bool = True) -> StageFlops:
+    """What the step-time model prices: FLOPs that rank 0 of the tp axis computes on a stage.
+
+    Causal by default: the attention kernels leave out the masked half.
+    """
+    tokens = strategy.micro_batch_size * job.seq_length
+    num_layers = len(strategy.stage_layers(spec.num_layers)[stage])
+    layer = total_flops(layer_forward_terms(spec, job.seq_length, causal=causal, tp=strategy.tp))
+    head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if stage == strategy.pp - 1 else 0
+    return StageFlops(layers=tokens * num_layers * layer, head=tokens * head)
+
+
+# --- utilisation, and closed forms to check against --------------------------------------------------------
+
+
+def mfu(spec: ModelSpec, job: Job, step_s: float, num_devices: int, peak_flops_per_s: float) -> float:
+    """Model FLOPs utilisation: the step's model FLOPs (full mask) over what the devices could do in `step_s`.
+
+    Source: Chowdhery et al. 2022, appendix B.
+    """
+    return model_flops(spec, job) / (step_s * num_devices * peak_flops_per_s)
+
+
+def hfu(spec: ModelSpec, job: Job, recompute: str, step_s: float, num_devices: int, peak_flops_per_s: float) -> float:
+    """Hardware FLOPs utilisation: as :func:`mfu`, recomputation included.
+
+    Source: Korthikanti et al. 2022, §6.3.
+    """
+    return hardware_flops(spec, job, recompute) / (step_s * num_devices * peak_flops_per_s)
+
+
+def megatron_step_flops(
+    num_layers: int, hidden_size: int, vocab_size: int, seq_length: int, batch_size: int, *, recompute: bool
+) -> float:
+    """FLOPs of one step of a GPT with an MLP of 4h, in closed form; a witness for the sums above.
+
+    With full recompute 96·B·s·L·h²·(1 + s/6h + V/16Lh), without it 72·B·s·L·h²·(1 + s/6h + V/12Lh).
+
+    Source: Narayanan et al. 2021, §5.1, eq. 3; without recompute derived from it.
+    """
+    h, s, layers = hidden_size, seq_length, num_layers
+    factor, head = (96, 16) if recompute else (72, 12)
+    return factor * batch_size * s * layers * h**2 * (1 + s / (6 * h) + vocab_size / (head * layers * h))
+
+
+def training_s(
+    num_parameters: float, num_tokens: float, num_devices: int, flops_per_s: float, *, recompute: bool = True
+) -> float:
+    """Seconds to train on `num_tokens` at `flops_per_s` achieved by each device: 8·T·N/(n·X), 6 without recompute.
+
+    Source: Narayanan et al. 2021, §5.1, eq. 4.
+    """
+    return (8 if recompute else 6) * num_tokens * num_parameters / (num_devices * flops_per_s)
