@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.run.failure import from_exception
@@ -28,6 +29,9 @@ PARENT = "MESHWRIGHT_RANK_PARENT"
 """Environment variable: process id of the launcher; a rank ends when its launcher is gone."""
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
 """Environment variable: set to 1 to see the traceback of every error."""
+
+GRACE_S = 2.0
+"""How long a rank whose peer is gone waits before it ends, so that the peer can say why."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT."""
@@ -62,22 +66,25 @@ def _run_in_rank(main: Callable[[], int | None]) -> int:
     _end_with_launcher(int(os.environ[PARENT]))
     if rank > 0:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the log file; rank 0 keeps the terminal
-    with log.open("a", encoding="utf-8") as stream:
+    with log.open("a", buffering=1, encoding="utf-8") as stream:
         faulthandler.enable(stream)
         try:
             return main() or 0
         except KeyboardInterrupt:
-            _leave(INTERRUPTED)
+            status = INTERRUPTED
         except Exception as error:
             traceback.print_exc(file=stream)
-            from_exception(rank, error).save(record)
-            _leave(1)
+            failure = from_exception(rank, error)
+            failure.save(record)
+            status = 1
+            if failure.is_consequence:
+                time.sleep(GRACE_S)
         finally:
             faulthandler.disable()
-    raise AssertionError("unreachable")
+    _leave(status)
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End this process at once: with peers gone, tearing down the network may wait for ever."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -99,7 +99,7 @@ def expand_nodes(nodes: str) -> Iterator[str]:
     Raises:
         InputError: a bracket that isn't closed, or a range that isn't one.
     """
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+    for part in re.split(r",(?![^\[]*\])", nodes):  # commas outside brackets
         yield from _expand(part, nodes)
 
 

@@ -1,0 +1,37 @@
+"""An error that is the user's to mend is one line and exit status 1."""
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.run.command import run_command
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_status_of_a_command_that_ends_well() -> None:
+    assert run_command(lambda: None) == 0
+    assert run_command(lambda: 2) == 2
+
+
+def test_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: fail(InputError("a.toml: no\n such file"))) == 1
+    assert capsys.readouterr().err == "meshwright: error: a.toml: no such file\n"
+
+
+def test_traceback_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_TRACEBACK", "1")
+    assert run_command(lambda: fail(InputError("no"))) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("meshwright: error: no\n")
+
+
+def test_interrupted() -> None:
+    assert run_command(lambda: fail(KeyboardInterrupt())) == 130
+
+
+def test_our_own_faults_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
