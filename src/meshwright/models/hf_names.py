@@ -1,0 +1,133 @@
+"""Our parameter names ↔ Hugging Face tensor names, one table per family.
+
+A row says where a parameter stands in a Hugging Face tensor:
+
+    plain         theirs = ours
+    transposed    theirs = oursᵀ (GPT-2 stores [in, out])
+    block i of n  ours is the i-th of n equal parts of one of their tensors, along our first dim
+
+    c_attn.weight [h, 3h]  =  [ qᵀ | kᵀ | vᵀ ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.model import ModelSpec, ParamSpec
+from meshwright.core.placement import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one parameter stands. `name` holds `{prefix}`, and `{layer}` until it is filled in."""
+
+    name: str
+    transposed: bool = False
+    block: int = 0
+    num_blocks: int = 1
+
+    def shape(self, param: ParamSpec) -> tuple[int, ...]:
+        """Shape of their whole tensor."""
+        whole = (self.num_blocks * param.shape[0], *param.shape[1:])
+        return whole[::-1] if self.transposed else whole
+
+    def slices(self, param: ParamSpec, box: Box) -> tuple[slice, ...]:
+        """Where `box` of our parameter lies in their tensor."""
+        first, *rest = box.slices
+        shift = self.block * param.shape[0]
+        ours = (slice(first.start + shift, first.stop + shift), *rest)
+        return ours[::-1] if self.transposed else ours
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """The names of a family. The first prefix is the one that is written."""
+
+    prefixes: tuple[str, ...]
+    rows: Mapping[str, Source]
+    ignored: tuple[str, ...] = ()
+    """Ends of names of constant tables that some checkpoints carry."""
+
+    def sources(self, spec: ModelSpec) -> dict[str, Source]:
+        """Our name → source, `{layer}` filled in, `{prefix}` not yet."""
+        return {param.name: self._source(param) for param in spec.parameters()}
+
+    def _source(self, param: ParamSpec) -> Source:
+        if param.layer is None:
+            return self.rows[param.name]
+        row = self.rows[param.name.removeprefix(f"layers.{param.layer}.")]
+        name = row.name.replace("{layer}", str(param.layer))
+        return Source(name, row.transposed, row.block, row.num_blocks)
+
+
+def _pairs(rows: dict[str, tuple[str, bool]]) -> dict[str, Source]:
+    """Weight and bias of each module; weights of the marked ones are transposed."""
+    both = {}
+    for ours, (theirs, transposed) in rows.items():
+        both[f"{ours}.weight"] = Source(f"{theirs}.weight", transposed)
+        both[f"{ours}.bias"] = Source(f"{theirs}.bias")
+    return both
+
+
+_GPT2 = _pairs(
+    {
+        "embedding": ("{prefix}wte", False),
+        "positions": ("{prefix}wpe", False),
+        "attention_norm": ("{prefix}h.{layer}.ln_1", False),
+        "attention.o": ("{prefix}h.{layer}.attn.c_proj", True),
+        "mlp_norm": ("{prefix}h.{layer}.ln_2", False),
+        "mlp.up": ("{prefix}h.{layer}.mlp.c_fc", True),
+        "mlp.down": ("{prefix}h.{layer}.mlp.c_proj", True),
+        "final_norm": ("{prefix}ln_f", False),
+        "head": ("lm_head", False),
+    }
+) | {
+    f"attention.{part}.{kind}": Source(f"{{prefix}}h.{{layer}}.attn.c_attn.{kind}", kind == "weight", block, 3)
+    for block, part in enumerate("qkv")
+    for kind in ("weight", "bias")
+}
+
+_LLAMA = _pairs(
+    {
+        "embedding": ("{prefix}embed_tokens", False),
+        "attention_norm": ("{prefix}layers.{layer}.input_layernorm", False),
+        "attention.q": ("{prefix}layers.{layer}.self_attn.q_proj", False),
+        "attention.k": ("{prefix}layers.{layer}.self_attn.k_proj", False),
+        "attention.v": ("{prefix}layers.{layer}.self_attn.v_proj", False),
+        "attention.q_norm": ("{prefix}layers.{layer}.self_attn.q_norm", False),
+        "attention.k_norm": ("{prefix}layers.{layer}.self_attn.k_norm", False),
+        "attention.o": ("{prefix}layers.{layer}.self_attn.o_proj", False),
+        "mlp_norm": ("{prefix}layers.{layer}.post_attention_layernorm", False),
+        "mlp.gate": ("{prefix}layers.{layer}.mlp.gate_proj", False),
+        "mlp.up": ("{prefix}layers.{layer}.mlp.up_proj", False),
+        "mlp.down": ("{prefix}layers.{layer}.mlp.down_proj", False),
+        "final_norm": ("{prefix}norm", False),
+        "head": ("lm_head", False),
+    }
+)
+
+_GPT2_MAP = NameMap(("transformer.", ""), MappingProxyType(_GPT2), (".attn.bias", ".attn.masked_bias"))
+_LLAMA_MAP = NameMap(("model.", ""), MappingProxyType(_LLAMA), (".rotary_emb.inv_freq",))
+
+NAME_MAPS: Mapping[str, NameMap] = MappingProxyType(
+    {
+        "gpt2": _GPT2_MAP,
+        "llama": _LLAMA_MAP,
+        "mistral": _LLAMA_MAP,
+        "qwen2": _LLAMA_MAP,
+        "qwen3": _LLAMA_MAP,
+    }
+)
+
+
+def name_map(spec: ModelSpec) -> NameMap:
+    """The family's map. Raises UnsupportedError where there is none."""
+    if spec.family not in NAME_MAPS:
+        known = ", ".join(NAME_MAPS)
+        raise UnsupportedError(
+            f"`{spec.name}`: weights of the {spec.family} family are not read or written ({known} are)"
+        )
+    return NAME_MAPS[spec.family]
