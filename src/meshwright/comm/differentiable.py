@@ -1,0 +1,143 @@
+"""Collectives that autograd sees, each beside its adjoint.
+
+    function               forward              backward             consumers downstream
+    copy_to                identity             all-reduce           sharded    (input of a column-parallel layer)
+    reduce_from            all-reduce           identity             replicated (output of a row-parallel layer)
+    gather_last            all-gather, last     own slice            replicated
+    scatter_last           own slice, last      all-gather           sharded
+    gather_first_partial   all-gather, dim 0    reduce-scatter       sharded
+    reduce_scatter_first   reduce-scatter       all-gather           sharded along dim 0
+    all_to_all_first       all-to-all, dim 0    all-to-all back      sharded
+
+Which adjoint is right is decided by one question: do the ranks downstream hold identical copies of the
+cotangent (then backward is identity or slice), or partial ones (then it is a sum)?
+No input and no cotangent is changed in place, since autograd may hold them elsewhere too.
+
+Source: Megatron-LM, Shoeybi et al. 2019, §3 (f and g); Korthikanti et al. 2022, §4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from meshwright.comm.mesh import Axis
+from meshwright.core.errors import InputError
+
+Map = Callable[[Tensor, Axis], Tensor]
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """x [...] as it is, for consumers that each use it for their own shard. Adjoint: all-reduce."""
+    return _apply(x, axis, _same, _sum)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Σ x [...] over ranks, for consumers that are replicated. Adjoint: identity."""
+    return _apply(x, axis, _sum, _same)
+
+
+def gather_last(x: Tensor, axis: Axis) -> Tensor:
+    """x [..., n] of all P ranks as [..., n·P], for replicated consumers. Adjoint: own slice."""
+    return _apply(x, axis, _join_last, _own_last)
+
+
+def scatter_last(x: Tensor, axis: Axis) -> Tensor:
+    """Own slice [..., n/P] of a replicated x [..., n]. Adjoint: all-gather along the last dim.
+
+    Raises:
+        InputError: the ranks do not divide the last dim.
+    """
+    _check_divides("scatter_last", x.shape[-1], axis)
+    return _apply(x, axis, _own_last, _join_last)
+
+
+def gather_first_partial(x: Tensor, axis: Axis) -> Tensor:
+    """x [n, ...] of all P ranks as [n·P, ...], for sharded consumers. Adjoint: reduce-scatter along dim 0."""
+    return _apply(x, axis, _join_first, _sum_own_first)
+
+
+def reduce_scatter_first(x: Tensor, axis: Axis) -> Tensor:
+    """Own block [n/P, ...] of Σ x [n, ...] over P ranks. Adjoint: all-gather along dim 0.
+
+    Raises:
+        InputError: the ranks do not divide dim 0.
+    """
+    _check_divides("reduce_scatter_first", x.shape[0], axis)
+    return _apply(x, axis, _sum_own_first, _join_first)
+
+
+def all_to_all_first(
+    x: Tensor, axis: Axis, out_splits: Sequence[int] | None = None, in_splits: Sequence[int] | None = None
+) -> Tensor:
+    """Rows of x [n, ...] to all ranks, returns the rows from all ranks [m, ...].
+
+    Splits as in :func:`meshwright.comm.collectives.all_to_all`. Adjoint: all-to-all with the splits swapped.
+    """
+
+    def forward(t: Tensor, on: Axis) -> Tensor:
+        return _exchange_rows(t, on, out_splits, in_splits)
+
+    def adjoint(t: Tensor, on: Axis) -> Tensor:
+        return _exchange_rows(t, on, in_splits, out_splits)
+
+    return _apply(x, axis, forward, adjoint)
+
+
+class _Pair(torch.autograd.Function):
+    """A linear map over an axis, and its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Map, adjoint: Map) -> Tensor:
+        ctx.axis, ctx.adjoint = axis, adjoint
+        return forward(x, axis)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(grad, ctx.axis), None, None, None
+
+
+def _apply(x: Tensor, axis: Axis, forward: Map, adjoint: Map) -> Tensor:
+    out: Tensor = _Pair.apply(x, axis, forward, adjoint)
+    return out
+
+
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def _join_first(x: Tensor, axis: Axis) -> Tensor:
+    return all_gather(x.new_empty((len(x) * axis.size, *x.shape[1:])), x.contiguous(), axis)
+
+
+def _sum_own_first(x: Tensor, axis: Axis) -> Tensor:
+    return reduce_scatter(x.new_empty((len(x) // axis.size, *x.shape[1:])), x.contiguous(), axis)
+
+
+def _join_last(x: Tensor, axis: Axis) -> Tensor:
+    gathered = all_gather(x.new_empty((axis.size, *x.shape)), x.contiguous(), axis)
+    return gathered.movedim(0, -2).flatten(-2)
+
+
+def _own_last(x: Tensor, axis: Axis) -> Tensor:
+    width = x.shape[-1] // axis.size
+    return x.narrow(-1, axis.index * width, width).clone(memory_format=torch.contiguous_format)
+
+
+def _exchange_rows(x: Tensor, axis: Axis, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None) -> Tensor:
+    rows = len(x) if out_splits is None else sum(out_splits)
+    return all_to_all(x.new_empty((rows, *x.shape[1:])), x.contiguous(), axis, out_splits, in_splits)
+
+
+def _check_divides(what: str, length: int, axis: Axis) -> None:
+    if length % axis.size:
+        raise InputError(f"{what}: {axis} of {axis.size} ranks does not divide a dim of {length}")

@@ -1,0 +1,224 @@
+"""Mesh: named axes over the ranks of a run.
+
+Ranks lie in the order of :mod:`meshwright.core.axes`, outermost axis first. The group of an axis
+through a rank is the line of ranks that agree in all other coordinates:
+
+    pp=2, dp=2, tp=2      tp  0-1  2-3  4-5  6-7       dp  0-2  1-3  4-6  5-7       pp  0-4  1-5  2-6  3-7
+
+Nothing here is ambient: a mesh is a value that is passed by hand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.transports.alone import Alone
+from meshwright.comm.transports.base import Transport
+from meshwright.comm.transports.gloo import Gloo
+from meshwright.comm.transports.nccl import Nccl
+from meshwright.core.axes import MESH_ORDER, PP, PP_ENDS, TP, TP_KV, WORLD, coordinates_of, rank_of
+from meshwright.core.errors import InputError, RankError
+
+DEFAULT_TIMEOUT_S = 300.0
+Groups = tuple[tuple[int, ...], ...]
+"""Disjoint groups of global ranks, in the order in which every rank creates them."""
+
+
+def start(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Join the run that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Without these variables the run is this one process. Does nothing where a default process
+    group already stands.
+
+    Args:
+        device: `cpu` (gloo) or `cuda` (nccl, on the GPU numbered LOCAL_RANK).
+        timeout_s: how long a collective waits for a rank that lives but does not come.
+
+    Raises:
+        InputError: an unknown device, or GPUs that are not there.
+        RankError: the other ranks were not found.
+    """
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device `{device}` is not known; use `cpu` or `cuda`")
+    if device == "cuda":
+        _choose_gpu()
+    if dist.is_initialized():
+        return
+    backend, timeout = ("gloo" if device == "cpu" else "nccl"), timedelta(seconds=timeout_s)
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        # A restarted worker must not read the addresses that its predecessor left in the store.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"meshwright/{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(f"rank {rank} of {size} found no other ranks: {_first_line(error)}") from error
+
+
+def _choose_gpu() -> None:
+    local, have = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= have:
+        raise InputError(f"local rank {local} needs its own GPU, and this host has {have}; use device `cpu`")
+    torch.cuda.set_device(local)
+
+
+def stop() -> None:
+    """Leave the run. Does nothing where none stands."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the mesh as one rank sees it: the group of ranks that it talks to along this axis."""
+
+    name: str
+    size: int
+    index: int
+    """This rank's position within the group."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group, in order of position."""
+    transport: Transport
+    group: dist.ProcessGroup | None
+    """For libraries that take a process group; None where size is 1."""
+    device: torch.device
+    ledger: Ledger
+
+    def __str__(self) -> str:
+        return f"axis `{self.name}` (ranks {', '.join(map(str, self.ranks))})"
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """All axes of one rank. `mesh["tp"]` is its tensor-parallel group."""
+
+    rank: int
+    sizes: dict[str, int]
+    """Size of every axis of `core.axes.MESH_ORDER`."""
+    coordinates: dict[str, int]
+    axes: dict[str, Axis]
+    device: torch.device
+    ledger: Ledger
+
+    @classmethod
+    def create(cls, sizes: Mapping[str, int], *, kv_replicas: int = 1, ledger: Ledger | None = None) -> Mesh:
+        """The mesh of this run. Called by every rank, with the same arguments.
+
+        Args:
+            sizes: axis → number of ranks; axes that are left out have one.
+            kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
+            ledger: where calls are counted; a new one by default.
+
+        Raises:
+            InputError: the product of the sizes is not the number of ranks, or an unknown axis.
+        """
+        full = _checked_sizes(sizes, kv_replicas)
+        rank, device = (dist.get_rank() if dist.is_initialized() else 0), _device()
+        ledger = ledger or Ledger()
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        axes = {}
+        for name, lines in axis_groups(full, kv_replicas).items():
+            _create_groups(lines, prod(full.values()), device, groups)
+            ranks = next(line for line in lines if rank in line)
+            axes[name] = _axis(name, rank, ranks, groups[ranks], device, ledger)
+        return cls(rank, full, coordinates_of(rank, full), axes, device, ledger)
+
+    def __getitem__(self, axis: str) -> Axis:
+        try:
+            return self.axes[axis]
+        except KeyError:
+            raise InputError(f"`{axis}` is not an axis of the mesh; it has {', '.join(self.axes)}") from None
+
+
+def axis_groups(sizes: Mapping[str, int], kv_replicas: int = 1) -> dict[str, Groups]:
+    """Axis → all its groups. Every rank stands in exactly one group of each axis."""
+    groups = {axis: _lines(axis, sizes) for axis in MESH_ORDER}
+    groups[TP_KV] = tuple(line[at : at + kv_replicas] for line in groups[TP] for at in range(0, len(line), kv_replicas))
+    groups[PP_ENDS] = tuple(part for line in groups[PP] for part in _ends(line))
+    groups[WORLD] = (tuple(range(prod(sizes[axis] for axis in MESH_ORDER))),)
+    return groups
+
+
+def _lines(axis: str, sizes: Mapping[str, int]) -> Groups:
+    """The groups of ranks that differ in their coordinate on `axis` only."""
+    starts = (rank for rank in range(prod(sizes.values())) if coordinates_of(rank, sizes)[axis] == 0)
+    return tuple(
+        tuple(rank_of({**coordinates_of(start, sizes), axis: at}, sizes) for at in range(sizes[axis]))
+        for start in starts
+    )
+
+
+def _ends(line: tuple[int, ...]) -> Groups:
+    """First and last stage together; every inner stage by itself."""
+    if len(line) < 3:
+        return (line,)
+    return ((line[0], line[-1]), *((rank,) for rank in line[1:-1]))
+
+
+def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int) -> dict[str, int]:
+    unknown = [axis for axis in sizes if axis not in MESH_ORDER]
+    if unknown:
+        raise InputError(f"`{unknown[0]}` is not an axis of the mesh; sizes are given for {', '.join(MESH_ORDER)}")
+    full = {axis: sizes.get(axis, 1) for axis in MESH_ORDER}
+    product, world = prod(full.values()), dist.get_world_size() if dist.is_initialized() else 1
+    if product != world:
+        factors = " × ".join(f"{axis}={size}" for axis, size in full.items())
+        raise InputError(f"{factors} = {product} ranks, but this run has {world}; start {product} ranks")
+    if full[TP] % kv_replicas:
+        raise InputError(f"tp={full[TP]} ranks cannot form groups of {kv_replicas} key/value replicas")
+    return full
+
+
+def _device() -> torch.device:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _create_groups(
+    lines: Groups, world: int, device: torch.device, groups: dict[tuple[int, ...], dist.ProcessGroup | None]
+) -> None:
+    """Add what is missing. All ranks create all groups in the same order, also those they are not in."""
+    for ranks in lines:
+        if ranks in groups:
+            continue
+        if len(ranks) == 1:
+            groups[ranks] = None
+        elif len(ranks) == world:
+            groups[ranks] = dist.group.WORLD
+        else:
+            groups[ranks] = dist.new_group(list(ranks), timeout=_timeout(device))
+
+
+def _timeout(device: torch.device) -> timedelta:
+    """That of the default group; `new_group` would fall back to its own 30 minutes."""
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+    return timeout
+
+
+def _axis(
+    name: str,
+    rank: int,
+    ranks: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    ledger: Ledger,
+) -> Axis:
+    transport: Transport = Alone() if group is None else Nccl(group) if device.type == "cuda" else Gloo(group)
+    return Axis(name, len(ranks), ranks.index(rank), ranks, transport, group, device, ledger)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,1 @@
+"""How bytes move between the ranks of one group. One file per way; `base` is what all of them offer."""

@@ -1,0 +1,135 @@
+"""CPU ranks over sockets: gloo's messages, and its own all-reduce where that is the faster one.
+
+What is faster was measured by `benchmarks/collectives.py`:
+
+    reduce_scatter   direct exchange + local sum: gloo's own is an all-reduce, 2 to 5 times slower
+    all_gather       direct exchange into the output: gloo's own copies twice
+    all_reduce       up to SMALL_BYTES every rank sends all to all and sums; above it gloo's ring.
+                     16-bit floats go reduce-scatter + all-gather, because gloo would round every partial sum
+
+A direct exchange posts all sends and receives at once, so that they progress in the background, and
+sums in rank order: the same bits on every rank and in every run, whatever arrives first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.transports.base import DONE, Handle, Pending, ReduceOp, Splits, Transport
+
+SMALL_BYTES = 64 * 1024
+FIRST_OWN_TAG = 1 << 24
+"""Tags below are the caller's; from here on they count the exchanges of this transport."""
+_NUM_OWN_TAGS = 1 << 20
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Gloo(Transport):
+    """One gloo group; `size` ranks, this one is `index`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._size, self._index = group.size(), group.rank()
+        self._sequence = itertools.count()
+
+    def all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
+        if x.nbytes <= SMALL_BYTES:
+            return self._all_reduce_small(x, op)
+        if op == "sum" and x.dtype in _LOW_PRECISION:
+            return self._all_reduce_low_precision(x)
+        return Pending([dist.all_reduce(x, _OPS[op], group=self._group, async_op=True)], alive=[x])
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Handle:
+        return self._reduce_blocks(self._blocks(x), out)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Handle:
+        blocks = self._blocks(out)
+        _copy_own(blocks[self._index], x)
+        return self._gather_blocks(blocks)
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: Splits, in_splits: Splits) -> Handle:
+        sent, received = x.view(-1).split(list(in_splits)), out.view(-1).split(list(out_splits))
+        works = self._exchange(sent, received)
+        _copy_own(received[self._index], sent[self._index])
+        return Pending(works, alive=[out, x])
+
+    def broadcast(self, x: Tensor, root: int) -> Handle:
+        return Pending([dist.broadcast(x, group=self._group, group_src=root, async_op=True)], alive=[x])
+
+    def barrier(self) -> Handle:
+        return Pending([dist.barrier(group=self._group, async_op=True)])
+
+    def send(self, x: Tensor, to: int, tag: int) -> Handle:
+        return Pending([self._group.send([x.view(-1)], to, tag)], alive=[x]) if x.numel() else DONE
+
+    def recv(self, out: Tensor, source: int, tag: int) -> Handle:
+        return Pending([self._group.recv([out.view(-1)], source, tag)], alive=[out]) if out.numel() else DONE
+
+    def _all_reduce_small(self, x: Tensor, op: ReduceOp) -> Handle:
+        flat = x.view(-1)
+        parts = [flat if peer == self._index else torch.empty_like(flat) for peer in range(self._size)]
+        works = self._exchange([flat] * self._size, parts)
+        return Pending(works, lambda: combine(parts, self._index, flat, op), [x, *parts])
+
+    def _all_reduce_low_precision(self, x: Tensor) -> Handle:
+        blocks = self._blocks(x)
+        reduced = self._reduce_blocks(blocks, blocks[self._index])
+        return Pending([reduced], lambda: self._gather_blocks(blocks).wait(), [x])
+
+    def _blocks(self, x: Tensor) -> Sequence[Tensor]:
+        """One flat block per rank, as even as can be."""
+        return x.view(-1).tensor_split(self._size)
+
+    def _reduce_blocks(self, blocks: Sequence[Tensor], out: Tensor) -> Pending:
+        own = blocks[self._index]
+        parts = [own if peer == self._index else torch.empty_like(own) for peer in range(self._size)]
+        works = self._exchange(blocks, parts)
+        return Pending(works, lambda: combine(parts, self._index, out.view(-1), "sum"), [*blocks, out, *parts])
+
+    def _gather_blocks(self, blocks: Sequence[Tensor]) -> Pending:
+        return Pending(self._exchange([blocks[self._index]] * self._size, blocks), alive=blocks)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Handle]:
+        """Post sent[j] to and received[j] from every other rank j; empty messages are not sent.
+
+        Nearest neighbours first, each rank starting at another one, so that no rank is flooded.
+        """
+        tag = FIRST_OWN_TAG + next(self._sequence) % _NUM_OWN_TAGS
+        works: list[Handle] = []
+        for step in range(1, self._size):
+            source, to = (self._index - step) % self._size, (self._index + step) % self._size
+            if received[source].numel():
+                works.append(self._group.recv([received[source]], source, tag))
+            if sent[to].numel():
+                works.append(self._group.send([sent[to]], to, tag))
+        return works
+
+
+def combine(parts: Sequence[Tensor], own: int, out: Tensor, op: ReduceOp) -> None:
+    """out ← parts reduced in order. Part `own` is kept (it may be `out`), the others are scratch.
+
+    16-bit floats are summed in fp32 and rounded once.
+    """
+    if op == "sum" and out.dtype in _LOW_PRECISION:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)
+        return
+    apply = torch.add if op == "sum" else torch.maximum
+    scratch = parts[1] if own == 0 else parts[0]
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = apply(total, part, out=scratch)
+    apply(total, parts[-1], out=out)
+
+
+def _copy_own(out: Tensor, x: Tensor) -> None:
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x.view(-1))
