@@ -121,11 +121,10 @@ def stdlib_texts(max_bytes: int) -> Iterator[str]:
     Tests and tables of character codes are left out; the last document may be cut.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [file.relative_to(root) for file in root.rglob("*.py")]
     left = max_bytes
-    for module in sorted((m for m in modules if not _SKIPPED_FOLDERS.intersection(m.parts)), key=Path.as_posix):
+    for module in sorted(_python_files(root), key=lambda file: file.relative_to(root).as_posix()):
         try:
-            raw = (root / module).read_text(encoding="utf-8").encode()
+            raw = module.read_text(encoding="utf-8").encode()
         except (OSError, UnicodeDecodeError):
             continue
         if raw:
@@ -133,6 +132,12 @@ def stdlib_texts(max_bytes: int) -> Iterator[str]:
         left -= len(raw)
         if left <= 0:
             return
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _kind(file: Path) -> str:

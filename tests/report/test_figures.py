@@ -1,0 +1,65 @@
+"""Figures: the right numbers in pages that need no network."""
+
+import re
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.report.figures import loss_figure, memory_figure, traffic_figure, write_figure, write_loss_figure
+from meshwright.train.metrics import MetricsWriter, StepMetrics
+
+
+def rows(count):
+    return [
+        StepMetrics(step, 5.0 / (step + 1), 0.5, 1e-3, 64, 1000.0, 0.064, 4.0 if step == 2 else None)
+        for step in range(count)
+    ]
+
+
+def test_loss_figure_has_both_curves():
+    training, evaluation = loss_figure(rows(4)).data
+    assert list(training.x) == [1, 2, 3, 4]
+    assert list(training.y) == [5.0 / n for n in (1, 2, 3, 4)]
+    assert (list(evaluation.x), list(evaluation.y)) == ([3], [4.0])
+    assert len(loss_figure(rows(2)).data) == 1
+
+
+def test_loss_page_is_written_from_the_run_folder_and_self_contained(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for row in rows(4):
+            writer.write(row)
+    path = write_loss_figure(tmp_path)
+    assert path == tmp_path / "loss.html"
+    page = path.read_text(encoding="utf-8")
+    assert "5.000 → 1.250 in 4 steps" in page or "5.000 \\u2192 1.250 in 4 steps" in page
+    assert not re.search(r'<(script|link)[^>]+(src|href)="http', page)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["loss.html", "metrics.jsonl"]
+
+
+def test_a_run_without_steps_is_told(tmp_path):
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    with pytest.raises(InputError, match="nothing to draw"):
+        write_loss_figure(tmp_path)
+
+
+def test_memory_bars_add_up():
+    memory = MemoryBreakdown(1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000, 5_000_000_000)
+    figure = memory_figure({"forecast": memory, "measured": memory}, limit_bytes=20_000_000_000)
+    assert [bar.name for bar in figure.data] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
+    assert sum(bar.x[0] for bar in figure.data) == pytest.approx(memory.total_bytes / 1e9)
+    assert figure.layout.barmode == "stack"
+    assert figure.layout.shapes[0].x0 == 20
+
+
+def test_traffic_bars_stand_beside_each_other(tmp_path):
+    forecast, measured = Traffic(), Traffic()
+    forecast.add("send", "pp", "forward", 2_000_000, 2)
+    measured.add("send", "pp", "forward", 3_000_000, 2)
+    measured.add("all_reduce", "dp", "gradients", 4_000_000, 2)
+    figure = traffic_figure({"forecast": forecast, "measured": measured})
+    first, second = figure.data
+    assert list(first.y) == list(second.y) == ["forward: send over pp", "gradients: all_reduce over dp"]
+    assert list(first.x) == [2, 0]
+    assert list(second.x) == [3, 4]
+    assert write_figure(figure, tmp_path / "new" / "traffic.html").stat().st_size > 10_000

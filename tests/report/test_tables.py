@@ -1,0 +1,176 @@
+"""Tables: numbers, units and order as a reader sees them."""
+
+import io
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
+from meshwright.core.strategy import Strategy
+from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
+from meshwright.report.tables import (
+    Comparison,
+    compare_memory,
+    compare_step_time,
+    compare_traffic,
+    comparison_table,
+    memory_table,
+    sparkline,
+    strategies_table,
+    traffic_table,
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    strategy: Strategy
+    memory: MemoryBreakdown
+    traffic: Traffic
+    step_time: StepTime
+    fits: bool
+
+
+def traffic(wire=1):
+    made = Traffic()
+    made.add("all_reduce", "tp", "forward", 3_000_000 * wire, 4, calls=24)
+    made.add("all_reduce", "dp", "gradients", 500_000_000, 2)
+    made.add("send", "pp", "backward", 1_500, 2, calls=8)
+    return made
+
+
+MEMORY = MemoryBreakdown(1_234_000_000, 2_000_000_000, 80_000_000_000, 4_560_000_000, 1_000)
+
+
+def show(table, width=160):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+def row(table, start, width=160):
+    """Cells of the line that starts with `start`."""
+    [line] = [line for line in show(table, width) if line.strip().startswith(start)]
+    return [cell for cell in line.split("  ") if cell.strip()]
+
+
+def cells(table, start):
+    return [cell.strip() for cell in row(table, start)]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_499, "999 kB"), (999_500, "1.00 MB"), (1.5e6, "1.50 MB"),
+     (9_996_000, "10.0 MB"), (80e9, "80.0 GB"), (2**30, "1.07 GB"), (3e12, "3.00 TB"),
+     (4e18, "4000 PB"), (-1.5e6, "-1.50 MB")],
+)  # fmt: skip
+def test_bytes_are_decimal_and_name_their_unit(size, text):
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (4.5e-6, "4.50 µs"), (0.0123, "12.3 ms"), (0.99951, "1.00 s"), (1.234, "1.23 s"), (59.9, "59.9 s"),
+     (59.97, "1 min 00 s"), (123, "2 min 03 s"), (3599.6, "1 h 00 min"), (3720, "1 h 02 min"), (273_600, "3 d 04 h"),
+     (float("inf"), "inf s")],
+)  # fmt: skip
+def test_times_carry_over_to_the_next_unit(seconds, text):
+    assert format_time(seconds) == text
+
+
+def test_shared_units_never_show_something_as_nothing():
+    assert unit_of(80e9) == "GB"
+    assert [in_unit(size, "GB") for size in (0, 1000, 5_000_000, 80e9)] == ["0", "<0.01", "0.01", "80.0"]
+    assert in_unit(512, "B") == "512"
+
+
+def test_strategies_show_all_that_decides():
+    time = StepTime(1.2, 0.02, 0.014, 0.2727)
+    one = Candidate(Strategy(dp=2, tp=2, pp=2), MEMORY, traffic(), time, True)
+    alone = Candidate(Strategy(), MEMORY, Traffic(), StepTime(9, 0, 0, 0), False)
+    table = strategies_table([one, alone])
+    first = cells(table, "1")
+    assert first[1] == "D2 T2 P2 zero0 1f1b m1×b1 fp32"
+    assert first[2:] == [
+        "1.23 s", "27.3%", "1.23", "2.00", "80.0", "4.56", "<0.01", "87.8", "0.01", "500", "108", "yes",
+    ]  # fmt: skip
+    assert cells(table, "2")[2:4] == ["9.00 s", "0.0%"]
+    assert cells(table, "2")[-4:] == ["–", "–", "–", "no"]
+    head = " ".join(show(table)[1:3])
+    for name in ("param", "grad", "optim", "activ", "buffer", "total", "GB", "pp wire", "dp wire", "tp wire", "MB"):
+        assert name in head
+
+
+def test_strategies_are_whole_in_120_columns():
+    one = Candidate(Strategy(dp=16, tp=8, pp=4, recompute="full"), MEMORY, traffic(), StepTime(1, 0, 0, 0.1), True)
+    assert not any("…" in line for line in show(strategies_table([one]), width=120))
+    assert show(strategies_table([]))
+
+
+def test_memory_by_category_and_total():
+    table = memory_table({"rank 0": MEMORY, "rank 1": MemoryBreakdown(1, 2, 3, 4, 5)})
+    assert cells(table, "rank 0")[1:] == ["1.23 GB", "2.00 GB", "80.0 GB", "4.56 GB", "1.00 kB", "87.8 GB"]
+    assert cells(table, "rank 1")[1:] == ["1 B", "2 B", "3 B", "4 B", "5 B", "15 B"]
+
+
+def test_traffic_in_the_order_of_a_step_with_the_sum():
+    lines = show(traffic_table(traffic()))
+    order = [line.split()[0] for line in lines if line.split()[0] in ("forward", "backward", "gradients", "all")]
+    assert order == ["forward", "backward", "gradients", "all"]
+    assert cells(traffic_table(traffic()), "forward") == [
+        "forward", "tp", "all_reduce", "24", "72.0 MB", "108 MB",
+    ]  # fmt: skip
+    assert cells(traffic_table(traffic()), "all") == ["all", "33", "608 MB"]
+
+
+def test_equal_witnesses_are_equal_and_others_are_not():
+    same = compare_traffic(traffic(), traffic())
+    assert len(same) == 6
+    assert all(comparison.relative_difference == 0 for comparison in same)
+    changed = [c for c in compare_traffic(traffic(), traffic(wire=2)) if c.relative_difference]
+    assert [(c.name, c.relative_difference) for c in changed] == [("forward: all_reduce over tp, wire", 1.0)]
+
+
+def test_a_row_that_only_one_witness_has_is_shown():
+    less = traffic()
+    del less.rows["send", "pp", "backward"]
+    for first, second in ((less, traffic()), (traffic(), less)):
+        found = {c.name: c for c in compare_traffic(first, second)}
+        assert found["backward: send over pp, wire"].relative_difference != 0
+        assert {found["backward: send over pp, calls"].forecast, found["backward: send over pp, calls"].measured} == {
+            0,
+            8,
+        }
+
+
+def test_comparison_shows_both_and_the_difference():
+    comparisons = [
+        *compare_memory(MEMORY, MemoryBreakdown(1_234_000_001, 2_000_000_000, 80_000_000_000, 4_700_000_000, 0)),
+        *compare_step_time(StepTime(1.0, 0, 0, 0.25), 1.2, None),
+        Comparison("new", 0, 5, "calls"),
+        Comparison("bubble measured", 0.25, 0.3, "fraction"),
+    ]
+    table = comparison_table(comparisons)
+    assert cells(table, "memory, parameters")[1:] == ["1.23 GB", "1.23 GB", "+1 B"]
+    assert cells(table, "memory, gradients")[1:] == ["2.00 GB", "2.00 GB", "equal"]
+    assert cells(table, "memory, activations")[1:] == ["4.56 GB", "4.70 GB", "+3.1%"]
+    assert cells(table, "memory, buffers")[1:] == ["1.00 kB", "0 B", "-100.0%"]
+    assert cells(table, "step time")[1:] == ["1.00 s", "1.20 s", "+20.0%"]
+    assert cells(table, "bubble  ")[1:] == ["25.0%", "–", "–"]
+    assert cells(table, "new")[1:] == ["0", "5", "+5"]
+    assert cells(table, "bubble measured")[1:] == ["25.0%", "30.0%", "+5.0 points"]
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "line"),
+    [
+        ([], 10, ""),
+        ([1.0, 1.0], 10, "▁▁"),
+        ([8, 7, 6, 5, 4, 3, 2, 1], 10, "█▇▆▅▄▃▂▁"),
+        ([2, 0, 1, 1, 8, 8], 3, "▁▁█"),
+        ([0.0, float("nan"), 1.0], 10, "▁ █"),
+        ([float("nan")], 10, " "),
+    ],
+)
+def test_sparkline(values, width, line):
+    assert sparkline(values, width) == line
