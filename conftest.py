@@ -1,0 +1,24 @@
+"""Golden text: what a test compares whole, kept in a file beside it. `pytest --regenerate` writes it anew."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate", action="store_true", help="write golden files instead of comparing with them")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(file_name, text)`: the text must equal the file beside the test."""
+
+    def check(name: str, text: str) -> None:
+        path = Path(request.path).parent / name
+        if request.config.getoption("--regenerate"):
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path.name} is missing; run pytest with --regenerate and read what it wrote"
+        assert text == path.read_text(encoding="utf-8"), f"{path.name} differs; if that is meant, run --regenerate"
+
+    return check
