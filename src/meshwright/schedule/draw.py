@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.program import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, Program
+from meshwright.core.program import COMPUTE_KINDS, SEND_KINDS, Action, Kind, Program
 from meshwright.schedule.timeline import Event, Timeline
 from meshwright.schedule.unit_clock import unit_timeline
 
@@ -82,7 +82,7 @@ def figure(drawn: Program | Timeline) -> go.Figure:
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The timeline in the trace-event format that Perfetto and chrome://tracing open; one process per rank.
 
-    Track 0 holds the rank's work and its waits for messages, track 1 its transfers. Times are microseconds.
+    Track 0 holds the rank's work, track 1 the transfers it sends. Times are microseconds.
     """
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(timeline.events):
@@ -103,7 +103,7 @@ def _trace_event(rank: int, event: Event) -> dict[str, Any]:
         "tid": int(action.kind in SEND_KINDS),
         "ts": start_s * 1e6,
         "dur": (end_s - start_s) * 1e6,
-        "args": {"stage": action.stage, "micro_batch": action.micro_batch, "waits": action.kind in RECV_KINDS},
+        "args": {"stage": action.stage, "micro_batch": action.micro_batch},
     }
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright.core.program import RECV_KINDS, SEND_KINDS, Action, Program
+from meshwright.core.program import SEND_KINDS, Action, Program
 from meshwright.schedule.liveness import peak_live
 
 
 class Event(NamedTuple):
-    """One action in time. A SEND's span is the transfer, which runs beside the rank's work; a RECV's is its wait."""
+    """One action in time. A SEND's span is the transfer, beside the rank's work; a RECV stands at the arrival."""
 
     start_s: float
     end_s: float
@@ -32,10 +32,9 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds each rank works: everything but transfers and waits."""
-        idle_kinds = (*SEND_KINDS, *RECV_KINDS)
+        """Seconds each rank works: everything but transfers and waiting."""
         return tuple(
-            sum(end - start for start, end, action in row if action.kind not in idle_kinds) for row in self.events
+            sum(end - start for start, end, action in row if action.kind not in SEND_KINDS) for row in self.events
         )
 
     @property

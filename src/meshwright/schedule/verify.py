@@ -8,11 +8,11 @@ last; no deadlock even where every send blocks until it is received.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from meshwright.core.errors import ProgramError
-from meshwright.core.program import COMPUTE_KINDS, RECV_KINDS, Action, Kind, Program
+from meshwright.core.program import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, Program
 from meshwright.schedule.draw import table
 from meshwright.schedule.edges import Edge, edges, edges_between_ranks
 from meshwright.schedule.liveness import peak_live
@@ -35,9 +35,11 @@ def verify(program: Program, backward: bool = True) -> None:
     """
     _check_cells(program)
     places = _places(program)
-    _check_complete(program, places, COMPUTE_KINDS if backward else (Kind.F,))
-    _check_dependencies(program, places)
-    _check_message_order(program)
+    crossing = tuple(edges_between_ranks(program))
+    _check_compute(program, places, COMPUTE_KINDS if backward else (Kind.F,))
+    _check_transfers(program, places, crossing)
+    _check_dependencies(program, places, crossing)
+    _check_message_order(program, crossing)
     _check_reductions(program)
     try:
         walk(program, _Rendezvous(program))
@@ -82,31 +84,34 @@ def _places(program: Program) -> dict[Action, Place]:
     return places
 
 
-def _check_complete(program: Program, places: dict[Action, Place], kinds: tuple[Kind, ...]) -> None:
-    """All compute and transfer actions that the step needs, and no others."""
+def _check_compute(program: Program, places: dict[Action, Place], kinds: tuple[Kind, ...]) -> None:
+    """Each kind once per stage and micro-batch, and no compute of another kind."""
     needed = {
         Action(kind, stage, k)
         for kind in kinds
         for stage in range(program.num_stages)
         for k in range(program.num_micro_batches)
     }
-    _refuse_missing(program, needed, places)
-    edges = tuple(edges_between_ranks(program))
-    needed |= {action for edge in edges for action in (edge.send, edge.recv)}
-    _refuse_missing(program, needed, places)
-    for action, place in places.items():
-        if action.micro_batch is not None and action not in needed:
-            _fail(program, f"{action} on rank {place[0]} has no purpose in this step", {place})
+    _check_same(program, needed, {a: place for a, place in places.items() if a.kind in COMPUTE_KINDS})
 
 
-def _refuse_missing(program: Program, needed: Iterable[Action], places: dict[Action, Place]) -> None:
+def _check_transfers(program: Program, places: dict[Action, Place], crossing: Iterable[Edge]) -> None:
+    """One send and one receive per tensor that crosses ranks, and no others."""
+    needed = {action for edge in crossing for action in (edge.send, edge.recv)}
+    _check_same(program, needed, {a: p for a, p in places.items() if a.kind in (*SEND_KINDS, *RECV_KINDS)})
+
+
+def _check_same(program: Program, needed: Collection[Action], places: dict[Action, Place]) -> None:
     missing = sorted((a for a in needed if a not in places), key=lambda a: (a.stage, a.kind, a.micro_batch or 0))
     if missing:
         rank = program.stage_ranks[missing[0].stage]
         _fail(program, f"{missing[0]} is missing on rank {rank} ({len(missing)} missing in all)")
+    for action, place in places.items():
+        if action not in needed:
+            _fail(program, f"{action} on rank {place[0]} has no purpose in this step", {place})
 
 
-def _check_dependencies(program: Program, places: dict[Action, Place]) -> None:
+def _check_dependencies(program: Program, places: dict[Action, Place], crossing: Iterable[Edge]) -> None:
     """Within a row: F before B, producer before send, receive before consumer."""
 
     def before(first: Action, second: Action) -> None:
@@ -117,14 +122,14 @@ def _check_dependencies(program: Program, places: dict[Action, Place]) -> None:
     for action in places:
         if action.kind is Kind.B:
             before(Action(Kind.F, action.stage, action.micro_batch), action)
-    for edge in edges_between_ranks(program):
+    for edge in crossing:
         before(edge.producer, edge.send)
         before(edge.recv, edge.consumer)
 
 
-def _check_message_order(program: Program) -> None:
+def _check_message_order(program: Program, crossing: Iterable[Edge]) -> None:
     """Two ranks must agree on the order of the messages from one to the other, for networks without tags."""
-    partner: dict[Action, Edge] = {edge.send: edge for edge in edges_between_ranks(program)}
+    partner: dict[Action, Edge] = {edge.send: edge for edge in crossing}
     partner |= {edge.recv: edge for edge in partner.values()}
     sides: dict[tuple[int, int], tuple[list[Place], list[Place]]] = defaultdict(lambda: ([], []))
     for rank, row in enumerate(program.rows):

@@ -82,87 +82,86 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     return Timeline(program, tuple(tuple(row) for row in clock.events))
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What actions of one kind and stage do, for the clock. Times are listed by micro-batch."""
+
+    duration_s: float
+    lane: int
+    """What is busy meanwhile: the rank, or for a SEND one direction of a boundary."""
+    source: list[float | None] | None
+    """When the data it needs is at hand; None where it needs none from elsewhere."""
+    sink: list[float | None] | None
+    """Where it notes that its data is at hand; None where nobody takes it from here."""
+
+
 class _Clock:
-    """`_input[F][stage][k]` is when stage's activation input of micro-batch k is at hand, `_input[B]` its gradient."""
+    """Every action starts when its rank reaches it, its data is at hand and its lane is free."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.events: list[list[Event]] = [[] for _ in program.rows]
-        self._now = [0.0] * program.num_ranks
-        self._durations = _durations(program, costs)
-        self._link_free_s = {kind: [0.0] * program.num_stages for kind in SEND_KINDS}
-        self._direct = _direct_edges(program)
-        unknown: list[float | None] = [None] * program.num_micro_batches
-        self._input = {kind: [unknown[:] for _ in program.stage_ranks] for kind in (Kind.F, Kind.B)}
-        self._input[Kind.F][0] = [0.0] * program.num_micro_batches
-        self._last = program.num_stages - 1
+        self._steps = _steps(program, costs)
+        self._free_s = [0.0] * (program.num_ranks + 2 * program.num_stages)
 
     def attempt(self, rank: int, action: Action) -> bool:
-        kind, k = action.kind, action.micro_batch
-        if k is None:
-            return self._record(rank, self._now[rank], self._durations[kind][action.stage], action)
-        if kind is Kind.F or kind is Kind.B:
-            return self._compute(rank, action, kind, k)
-        if kind is Kind.SEND_F or kind is Kind.SEND_B:
-            return self._send(rank, action, kind, k)
-        return self._receive(rank, action, Kind.F if kind is Kind.RECV_F else Kind.B, k)
-
-    def _compute(self, rank: int, action: Action, kind: Kind, k: int) -> bool:
-        ready = self._input[kind][action.stage][k]
-        if ready is None:
-            return False
-        self._record(rank, max(self._now[rank], ready), self._durations[kind][action.stage], action)
-        after = self._direct[kind][action.stage]
-        if after is not None:
-            self._input[after[0]][after[1]][k] = self._now[rank]
-        return True
-
-    def _send(self, rank: int, action: Action, kind: Kind, k: int) -> bool:
-        """The rank goes on at once; the boundary is taken for the transfer's duration."""
-        stage, free = action.stage, self._link_free_s[kind]
-        start = max(self._now[rank], free[stage])
-        free[stage] = end = start + self._durations[kind][stage]
-        carried, to = (Kind.F, stage + 1) if kind is Kind.SEND_F else (Kind.B, stage - 1)
-        self._input[carried][to][k] = end
+        step = self._steps[action.stage][action.kind]
+        free = self._free_s
+        start = free[rank]
+        if step.source is not None:
+            arrival = step.source[action.micro_batch or 0]
+            if arrival is None:
+                return False
+            start = max(start, arrival)
+        start = max(start, free[step.lane])
+        free[step.lane] = end = start + step.duration_s
+        if step.sink is not None:
+            step.sink[action.micro_batch or 0] = end
         self.events[rank].append(Event(start, end, action))
         return True
 
-    def _receive(self, rank: int, action: Action, carried: Kind, k: int) -> bool:
-        arrival = self._input[carried][action.stage][k]
-        if arrival is None:
-            return False
-        return self._record(rank, self._now[rank], max(0.0, arrival - self._now[rank]), action)
 
-    def _record(self, rank: int, start_s: float, duration_s: float, action: Action) -> bool:
-        end = start_s + duration_s
-        self._now[rank] = end
-        self.events[rank].append(Event(start_s, end, action))
-        return True
+def _steps(program: Program, costs: Costs) -> list[dict[Kind, _Step]]:
+    """`[stage][kind]`. At the last stage the way turns round: its backward starts from its own forward."""
+    ranks, last = program.stage_ranks, program.num_stages - 1
+    inputs = [_unknown(program) for _ in program.stage_ranks]
+    gradients = [_unknown(program) for _ in program.stage_ranks]
+    bare = not any(action.kind in SEND_KINDS for row in program.rows for action in row)
+    durations = _durations(program, costs)
+
+    def steps(stage: int) -> dict[Kind, _Step]:
+        rank = ranks[stage]
+        lanes = {Kind.SEND_F: program.num_ranks + 2 * stage, Kind.SEND_B: program.num_ranks + 2 * stage + 1}
+        into = inputs[stage] if stage > 0 else None
+        up = inputs[stage + 1] if stage < last else None
+        down = gradients[stage - 1] if stage > 0 else None
+        up_direct = up if stage < last and (bare or ranks[stage + 1] == rank) else None
+        down_direct = down if stage > 0 and (bare or ranks[stage - 1] == rank) else None
+        flows: dict[Kind, tuple[list[float | None] | None, list[float | None] | None]] = {
+            Kind.F: (into, up_direct if stage < last else gradients[stage]),
+            Kind.B: (gradients[stage], down_direct),
+            Kind.SEND_F: (None, up),
+            Kind.SEND_B: (None, down),
+            Kind.RECV_F: (into, None),
+            Kind.RECV_B: (gradients[stage], None),
+        }
+        return {
+            kind: _Step(durations[stage].get(kind, 0.0), lanes.get(kind, rank), *flows.get(kind, (None, None)))
+            for kind in Kind
+        }
+
+    return [steps(stage) for stage in range(program.num_stages)]
 
 
-def _durations(program: Program, costs: Costs) -> dict[Kind, list[float]]:
-    """`[kind][stage]`: each asked once, only for what the program does."""
-    durations = {kind: [0.0] * program.num_stages for kind in Kind}
+def _unknown(program: Program) -> list[float | None]:
+    return [None] * program.num_micro_batches
+
+
+def _durations(program: Program, costs: Costs) -> list[dict[Kind, float]]:
+    """`[stage][kind]`: each asked once, only for what the program does."""
+    durations: list[dict[Kind, float]] = [{} for _ in program.stage_ranks]
     for kind, stage in {(action.kind, action.stage) for row in program.rows for action in row}:
-        if kind in RECV_KINDS:
-            continue
-        seconds = costs.duration_s(kind, stage)
+        seconds = 0.0 if kind in RECV_KINDS else costs.duration_s(kind, stage)
         if not seconds >= 0:
             raise ProgramError(f"{program.name}: {kind}@{stage} costs {seconds} s; a duration is 0 or more")
-        durations[kind][stage] = seconds
+        durations[stage][kind] = seconds
     return durations
-
-
-def _direct_edges(program: Program) -> dict[Kind, list[tuple[Kind, int] | None]]:
-    """`[kind][stage]`: whose input is at hand as soon as the action ends, without a transfer.
-
-    At the last stage the way turns round: its backward starts from its own forward.
-    """
-    ranks, last = program.stage_ranks, program.num_stages - 1
-    bare = not any(action.kind in SEND_KINDS for row in program.rows for action in row)
-    up: list[tuple[Kind, int] | None] = [
-        (Kind.F, stage + 1) if bare or ranks[stage] == ranks[stage + 1] else None for stage in range(last)
-    ]
-    down: list[tuple[Kind, int] | None] = [
-        (Kind.B, stage - 1) if bare or ranks[stage] == ranks[stage - 1] else None for stage in range(1, last + 1)
-    ]
-    return {Kind.F: [*up, (Kind.B, last)], Kind.B: [None, *down]}

@@ -1,7 +1,10 @@
 """Adds SEND and RECV so that no order can deadlock, even where a send blocks until it is received.
 
-All transfers get one global order: the time their producer ends on the unit clock, then its rank. Every rank issues its
-transfers in that order, so of all transfers not yet done, the first is never waited for by both of its ranks in vain.
+All transfers get one global order, and every rank issues its transfers in that order. Of all that are not yet done,
+both ranks of the first have nothing else to issue before it, so it happens; and so do all. The order is the time at
+which the producer ends on the unit clock; of equal times, forwards go first, and of these the one nearest to the
+pipeline's end (of backwards, its beginning), so that a rank rather sends than waits.
+
 Within that order
 
 - a send stands right after its producer (behind receives that come earlier in the global order), and
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.core.program import Action, Program
+from meshwright.core.program import Action, Kind, Program
 from meshwright.schedule.edges import Edge, edge_from
 from meshwright.schedule.unit_clock import unit_timeline
 
@@ -43,20 +46,22 @@ def add_transfers(program: Program) -> Program:
 
 def _in_global_order(program: Program) -> list[tuple[int, int, Edge]]:
     """(sending rank, receiving rank, edge) of each edge between ranks."""
-    found: list[tuple[tuple[float, int], int, Edge]] = []
+    found: list[tuple[tuple[float, bool, int], int, int, Edge]] = []
     for rank, row in enumerate(unit_timeline(program).events):
         for _, end, action in row:
             edge = edge_from(action, program.num_stages)
             if edge is not None and program.stage_ranks[edge.consumer.stage] != rank:
-                found.append(((end, rank), program.stage_ranks[edge.consumer.stage], edge))
+                backward = action.kind is Kind.B
+                key = (end, backward, action.stage if backward else -action.stage)
+                found.append((key, rank, program.stage_ranks[edge.consumer.stage], edge))
     found.sort(key=lambda item: item[0])
-    return [(key[1], target, edge) for key, target, edge in found]
+    return [(source, target, edge) for _, source, target, edge in found]
 
 
 def _merge(
     row: Sequence[Action], queue: Sequence[Action], before: Mapping[Action, int], after: Mapping[Action, int]
 ) -> tuple[Action, ...]:
-    """The row with its transfers in between: ahead of action a up to `before[a]` of them, behind it up to `after[a]`."""
+    """The row with its transfers in between: up to `before[a]` of them ahead of action a, up to `after[a]` behind."""
     merged: list[Action] = []
     issued = 0
     for action in row:
