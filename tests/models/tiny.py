@@ -1,0 +1,74 @@
+"""Tiny models of every supported family, and every feature at least once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.core.model import ModelSpec, RopeScaling
+from meshwright.models.build import build
+from meshwright.models.decoder import Decoder
+from meshwright.models.init import initialize
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_size": 40,
+    "max_positions": 64,
+    "norm": "rmsnorm",
+    "norm_eps": 1e-6,
+    "positions": "rope",
+    "activation": "silu",
+    "gated_mlp": True,
+    "initializer_std": 0.2,
+}
+_GPT2: dict[str, Any] = _LLAMA | {
+    "num_kv_heads": 4,
+    "ffn_size": 128,
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "positions": "learned",
+    "activation": "gelu_tanh",
+    "gated_mlp": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "tied_embeddings": True,
+}
+_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        ModelSpec(name="gpt2", family="gpt2", **_GPT2),
+        ModelSpec(name="gpt2-untied", family="gpt2", **_GPT2 | {"tied_embeddings": False}),
+        ModelSpec(name="llama", family="llama", **_LLAMA),
+        ModelSpec(name="llama-biases", family="llama", **_LLAMA | _BIASES),
+        ModelSpec(name="llama-tied-scaled", family="llama", **_LLAMA, tied_embeddings=True, rope_scaling=_SCALING),
+        ModelSpec(name="mistral", family="mistral", **_LLAMA, sliding_window=48),
+        ModelSpec(name="qwen2", family="qwen2", **_LLAMA, qkv_bias=True, tied_embeddings=True),
+        ModelSpec(name="qwen3-wide-heads", family="qwen3", **_LLAMA | {"head_dim": 16}, qk_norm=True),
+    )
+}
+
+
+def random_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
+    """Weights drawn, norms and biases moved off 1 and 0 so that a swap or an omission shows."""
+    model = build(spec, "cpu", dtype)
+    initialize(model, spec, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def random_tokens(spec: ModelSpec, batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(spec.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
