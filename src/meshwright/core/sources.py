@@ -227,7 +227,7 @@ def local_cluster(num_ranks: int, machine: Machine) -> ClusterSpec:
 def _num_ranks(text: str, ranks: str | None, num_cores: int) -> int:
     if ranks is None:
         return num_cores
-    if not ranks.isdigit():
+    if not ranks.isdecimal():
         raise InputError(f"cluster `{text}`: local:N needs a whole number of ranks, for instance local:4")
     if int(ranks) == 0:
         raise InputError(f"cluster `{text}` has 0 devices: at least one is needed to run anything")

@@ -17,6 +17,13 @@ class Value(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def __copy__(self) -> Self:
+        """A copy without cached properties: :meth:`model_copy` with an update would carry stale ones over."""
+        copied = super().__copy__()
+        for key in [key for key in copied.__dict__ if key not in type(self).model_fields]:
+            del copied.__dict__[key]
+        return copied
+
     @classmethod
     def parse(cls, data: dict[str, Any], where: str) -> Self:
         """Build from plain data. Raises InputError naming `where` and the offending key."""

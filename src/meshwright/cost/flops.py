@@ -4,9 +4,9 @@
                 training   3 × forward                 backward multiplies by weights and by activations
                 recompute  + forward of the layers     (full: each layer runs a second time; the head does not)
 
-`s_eff` is the number of keys that a query meets: s under the full mask, s/2 under the causal one. A multiply and
-an add count as two; softmax, norms, biases and activations are left out. MODEL FLOPs are those of the algorithm, counted
-under the full mask as the papers do; HARDWARE FLOPs include what is computed again.
+`s_eff` is the number of keys that a query meets: s under the full mask, s/2 under the causal one (a sliding window is
+not discounted). A multiply and an add count as two; softmax, norms, biases and activations are left out. MODEL FLOPs
+are those of the algorithm, counted under the full mask as the papers do; HARDWARE FLOPs include what is computed again.
 
 Sources: Narayanan et al. 2021, §5.1 and appendix; Korthikanti et al. 2022, appendix A; Chowdhery et al. 2022 (PaLM),
 appendix B (model FLOPs utilisation).

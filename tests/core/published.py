@@ -1,0 +1,146 @@
+"""Published configurations, written out in the keys of transformers 5, and the published parameter counts.
+
+Independent of the catalogue: the tests compare both with models that transformers builds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50257}
+    return {"model_type": "gpt2", "n_inner": None, "activation_function": "gelu_new", **sizes}
+
+
+def _llama(
+    width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int, positions: int, **other: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        **other,
+    }
+
+
+def _other(kind: str, like: dict[str, Any], **other: Any) -> dict[str, Any]:
+    return {**like, "model_type": kind, **other}
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt2": (_gpt2(768, 12, 12), 124_439_808),
+    "gpt2-medium": (_gpt2(1024, 24, 16), 354_823_168),
+    "gpt2-large": (_gpt2(1280, 36, 20), 774_030_080),
+    "gpt2-xl": (_gpt2(1600, 48, 25), 1_557_611_200),
+    "llama-2-7b": (_llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_parameters=_rope(1e4)), 6_738_415_616),
+    "llama-2-13b": (_llama(5120, 13824, 40, 40, 40, 32000, 4096, rope_parameters=_rope(1e4)), 13_015_864_320),
+    "llama-2-70b": (_llama(8192, 28672, 80, 64, 8, 32000, 4096, rope_parameters=_rope(1e4)), 68_976_648_192),
+    "llama-3-8b": (_llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_parameters=_rope(5e5)), 8_030_261_248),
+    "llama-3-70b": (_llama(8192, 28672, 80, 64, 8, 128256, 8192, rope_parameters=_rope(5e5)), 70_553_706_496),
+    "llama-3-405b": (
+        _llama(16384, 53248, 126, 128, 8, 128256, 131072, rope_parameters=_llama3_rope(8.0)),
+        405_853_388_800,
+    ),
+    "llama-3.2-1b": (
+        _llama(
+            2048, 8192, 16, 32, 8, 128256, 131072,
+            head_dim=64, tie_word_embeddings=True, rope_parameters=_llama3_rope(32.0),
+        ),
+        1_235_814_400,
+    ),
+    "llama-3.2-3b": (
+        _llama(
+            3072, 8192, 28, 24, 8, 128256, 131072,
+            head_dim=128, tie_word_embeddings=True, rope_parameters=_llama3_rope(32.0),
+        ),
+        3_212_749_824,
+    ),
+    "mistral-7b": (
+        _other(
+            "mistral",
+            _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_parameters=_rope(1e4)),
+            sliding_window=4096,
+        ),
+        7_241_732_096,
+    ),
+    "qwen2-7b": (
+        _other(
+            "qwen2",
+            _llama(3584, 18944, 28, 28, 4, 152064, 131072, rope_parameters=_rope(1e6)),
+            rms_norm_eps=1e-6,
+            use_sliding_window=False,
+            sliding_window=131072,
+        ),
+        7_615_616_512,
+    ),
+    "qwen2.5-0.5b": (
+        _other(
+            "qwen2",
+            _llama(896, 4864, 24, 14, 2, 151936, 32768, rope_parameters=_rope(1e6)),
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+        ),
+        494_032_768,
+    ),
+    "qwen3-8b": (
+        _other(
+            "qwen3",
+            _llama(4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128, rope_parameters=_rope(1e6)),
+            rms_norm_eps=1e-6,
+        ),
+        8_190_735_360,
+    ),
+    "qwen3-0.6b": (
+        _other(
+            "qwen3",
+            _llama(1024, 3072, 28, 16, 8, 151936, 40960, head_dim=128, rope_parameters=_rope(1e6)),
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+        ),
+        596_049_920,
+    ),
+    "mixtral-8x7b": (
+        _other(
+            "mixtral",
+            _llama(4096, 14336, 32, 32, 8, 32000, 32768, rope_parameters=_rope(1e6)),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=None,
+        ),
+        46_702_792_704,
+    ),
+    "bloom-176b": (
+        {
+            "model_type": "bloom",
+            "vocab_size": 250880,
+            "hidden_size": 14336,
+            "n_layer": 70,
+            "n_head": 112,
+            "seq_length": 2048,
+        },
+        176_247_271_424,
+    ),
+}  # fmt: skip
+"""Name → (configuration, total number of parameters)."""

@@ -1,0 +1,46 @@
+"""The base of every value: TOML both ways, unknown keys, copies."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import InputError
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.sources import cluster_names, device_names, load_cluster, load_model, model_names
+from meshwright.core.strategy import Strategy
+
+
+def test_changed_copy_has_its_own_parameter_table() -> None:
+    spec = load_model("demo-s")
+    before = spec.num_parameters
+    half = spec.model_copy(update={"num_layers": spec.num_layers // 2})
+    assert max(p.layer for p in half.parameters() if p.layer is not None) == spec.num_layers // 2 - 1
+    assert half.num_parameters < before == spec.num_parameters
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_model_toml_round_trip(name: str) -> None:
+    spec = load_model(name)
+    assert ModelSpec.from_toml(spec.to_toml()) == spec
+
+
+@pytest.mark.parametrize("name", [*(f"2x8x{device}" for device in device_names()), *cluster_names(), "local:3"])
+def test_cluster_toml_round_trip(name: str) -> None:
+    cluster = load_cluster(name)
+    assert ClusterSpec.from_toml(cluster.to_toml()) == cluster
+
+
+def test_strategy_toml_round_trip() -> None:
+    for strategy in (Strategy(), Strategy(dp=2, pp=3, layers_per_stage=(3, 2, 2), zero=1, recompute="full")):
+        assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+def test_misspelt_and_wrong_keys_are_named() -> None:
+    with pytest.raises(InputError, match=r"job\.toml: `sequence_length`"):
+        Job.from_toml("seq_length = 8\nglobal_batch_size = 2\nsequence_length = 8", "job.toml")
+    with pytest.raises(InputError, match=r"job\.toml: `global_batch_size`.*got 0"):
+        Job.from_toml("seq_length = 8\nglobal_batch_size = 0", "job.toml")
+    with pytest.raises(InputError, match=r"job\.toml: not valid TOML"):
+        Job.from_toml("seq_length = ", "job.toml")
