@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.core.axes import PP
 from meshwright.core.cluster import ClusterSpec
@@ -23,6 +24,7 @@ from meshwright.core.job import Job
 from meshwright.core.measures import StepTime, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import DTYPE_BYTES
+from meshwright.core.program import Kind
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import stage_flops
 from meshwright.cost.network import Route, boundary_link, flat_s, route
@@ -42,7 +44,7 @@ def total_s(terms: Sequence[Term]) -> float:
     return sum(term.seconds for term in terms)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageCosts:
     """What one rank of a pipeline stage spends. `forward` and `backward` are of one micro-batch."""
 
@@ -55,15 +57,15 @@ class StageCosts:
     """Scalar reductions and the gather of updated parameters; nothing hides them."""
     optimizer: tuple[Term, ...]
 
-    @property
+    @cached_property
     def forward_s(self) -> float:
         return total_s(self.forward)
 
-    @property
+    @cached_property
     def backward_s(self) -> float:
         return total_s(self.backward)
 
-    @property
+    @cached_property
     def exposed_reduction_s(self) -> float:
         """Gradient reduction beyond the overlap window. The last bucket is complete only when backward ends."""
         reduction_s, share = total_s(self.reduction), 1 / max(1, self.num_reductions)
@@ -77,15 +79,19 @@ class StepCosts:
     stages: tuple[StageCosts, ...]
     boundaries_s: tuple[float, ...]
 
-    def forward_s(self, stage: int) -> float:
-        return self.stages[stage].forward_s
-
-    def backward_s(self, stage: int) -> float:
-        return self.stages[stage].backward_s
-
-    def transfer_s(self, boundary: int) -> float:
-        """Seconds between stage `boundary` and stage `boundary` + 1."""
-        return self.boundaries_s[boundary]
+    def duration_s(self, kind: Kind, stage: int) -> float:
+        """Seconds of one action, as the clock asks for them. ARM and REDUCE take none: :func:`step_time` adds what
+        backward does not hide."""
+        match kind:
+            case Kind.F:
+                return self.stages[stage].forward_s
+            case Kind.B:
+                return self.stages[stage].backward_s
+            case Kind.SEND_F:
+                return self.boundaries_s[stage]
+            case Kind.SEND_B:
+                return self.boundaries_s[stage - 1]
+        return 0.0
 
 
 def routes(model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, axes: Sequence[str]) -> dict[str, Route]:
@@ -129,8 +135,7 @@ def stage_costs(
             Term("layers", 2 * flops.layers / speed),
             Term("head", 2 * flops.head / speed),
             Term("tensor-parallel reductions", collectives("backward")),
-            Term("recomputed layers", flops.layers / speed * recompute),
-            Term("recomputed reductions", collectives("recompute")),
+            Term("recomputation", flops.layers / speed * recompute + collectives("recompute")),
         ),
         reduction=(Term("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
@@ -219,4 +224,19 @@ def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> 
         data_comm_exposed_s=max(reduced_s - makespan_s, 0.0) + max(total_s(stage.after) for stage in costs.stages),
         optimizer_s=max(total_s(stage.optimizer) for stage in costs.stages),
         bubble_fraction=max(0.0, 1 - busy_s / (strategy.pp * makespan_s)),
+    )
+
+
+def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[Term, ...]:
+    """The step by cause, on the stage that works longest; the terms add up to `time.total_s`."""
+    slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
+    m = strategy.num_micro_batches
+    work: dict[str, float] = {}
+    for term in (*slowest.forward, *slowest.backward):
+        work[term.name] = work.get(term.name, 0.0) + m * term.seconds
+    return (
+        *(Term(name, seconds) for name, seconds in work.items()),
+        Term("bubble and transfers", time.pipeline_s - sum(work.values())),
+        Term("data-parallel communication", time.data_comm_exposed_s),
+        Term("optimizer", time.optimizer_s),
     )

@@ -13,9 +13,9 @@ from math import prod
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.precision import RECIPES
 from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
+from meshwright.planner.enumerate import default_precision
 
 FAST_INTRA_BYTES_PER_S = 100e9
 """Per direction and device: above PCIe 5.0 ×16 (64 GB/s), below the first NVLink nodes (150 GB/s)."""
@@ -150,8 +150,7 @@ ADVICE_RULES = (
 
 def facts(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Facts:
     """Answers for a training job, by the byte recipe that the cluster would train with."""
-    precision = "fp32" if cluster.backend == "gloo" else "bf16"
-    alone = Strategy(precision=precision)
+    alone = Strategy.model_validate({"precision": default_precision(cluster)})
     at = {"pp": 0, "dp": 0, "tp": 0}
     one = memory(model, job.model_copy(update={"global_batch_size": 1}), alone, at)
     usable = cluster.usable_memory_bytes
@@ -159,7 +158,7 @@ def facts(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Facts:
         num_devices=cluster.num_devices,
         num_nodes=cluster.num_nodes,
         fits_one_device=one.total_bytes <= usable,
-        largest_layer_fits=_largest_layer(model) * RECIPES[precision].adamw_total_bytes <= usable,
+        largest_layer_fits=_largest_layer(model) * alone.recipe.adamw_total_bytes <= usable,
         fits_one_node=one.states_bytes <= usable * cluster.devices_per_node,
         fast_intra=cluster.intra_link.bandwidth_bytes_per_s >= FAST_INTRA_BYTES_PER_S,
         fast_inter=cluster.inter_link.bandwidth_bytes_per_s >= FAST_INTER_BYTES_PER_S,

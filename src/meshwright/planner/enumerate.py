@@ -73,8 +73,8 @@ ADVICE = (Advice("N4", ("tp",), _tp_in_node), Advice("pp-balance", ("pp", "layer
 
 
 def default_precision(cluster: ClusterSpec) -> str:
-    """bf16 on accelerators (advice P1), fp32 on CPU ranks."""
-    return "fp32" if cluster.backend == "gloo" else "bf16"
+    """bf16 on accelerators that have it (advice P1), fp32 elsewhere and on CPU ranks."""
+    return "bf16" if cluster.backend != "gloo" and "bf16" in cluster.device.peak_flops_per_s else "fp32"
 
 
 def strategies(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Space:

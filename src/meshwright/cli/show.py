@@ -1,0 +1,93 @@
+"""`meshwright show`: a plan file as tables and as a pipeline timetable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from meshwright.core.plan import Plan
+    from meshwright.core.program import Program
+    from meshwright.planner.price import Forecast, Pricer
+
+MAX_TIMETABLE_RANKS = 16
+CELL_WIDTH = 3
+
+
+def show_command(file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]) -> None:
+    """Show a plan as tables and as a pipeline timetable."""
+    from meshwright.core.plan import Plan
+    from meshwright.planner.price import Pricer
+    from meshwright.report.tables import memory_table, report_console, traffic_table
+    from meshwright.schedule.build import build_program
+
+    plan = Plan.load(file)
+    pricer = Pricer(plan.model, plan.cluster, plan.job)
+    forecast = pricer.simulate(pricer.forecast(plan.strategy))
+    stages = {f"stage {stage}": memory for stage, memory in pricer.memory_by_stage(plan.strategy).items()}
+    console = report_console()
+    console.print(_plan_table(plan))
+    console.print(memory_table(stages, "Memory of a rank at the peak of a step (first stage of each kind)"))
+    console.print(traffic_table(forecast.traffic, f"What rank {forecast.rank} sends in a step"))
+    console.print(_time_table(forecast, pricer))
+    console.print("Timetable of one pipeline (F forward, B backward, . idle; one cell is one forward)", style="bold")
+    console.print(_timetable(build_program(plan.strategy), console.width), highlight=False, soft_wrap=True)
+    if plan.why:
+        console.print(plan.why, highlight=False)
+
+
+def _plan_table(plan: Plan) -> Table:
+    """Model, cluster, job and strategy, one line each."""
+    from rich import box
+    from rich.table import Table
+
+    from meshwright.core.units import format_bytes
+
+    model, cluster, job, strategy = plan.model, plan.cluster, plan.job, plan.strategy
+    layers = [len(part) for part in strategy.stage_layers(model.num_layers)]
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    rows = {
+        "model": f"{model.name}: {model.num_parameters:,} parameters, {model.num_layers} layers × {model.hidden_size}",
+        "cluster": f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} {cluster.device.name}, "
+        f"{format_bytes(cluster.usable_memory_bytes)} usable each",
+        "job": f"{job.global_batch_size} sequences of {job.seq_length} tokens per step, {job.optimizer}",
+        "strategy": f"{strategy.describe()} (dp={strategy.dp} tp={strategy.tp} pp={strategy.pp})",
+        "batch": f"{strategy.dp} × {strategy.num_micro_batches} micro-batches × {strategy.micro_batch_size} sequences",
+        "layers per stage": ", ".join(map(str, layers)),
+        "bytes per parameter": f"{strategy.recipe.source}",
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _time_table(forecast: Forecast, pricer: Pricer) -> Table:
+    """The step's seconds by cause."""
+    from rich import box
+    from rich.table import Table
+
+    from meshwright.core.units import format_time
+
+    total = forecast.step_time.total_s
+    table = Table(title="Step time", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "time", "share"):
+        table.add_column(name, justify="left" if not name else "right")
+    for term in pricer.terms(forecast):
+        table.add_row(term.name, format_time(term.seconds), f"{term.seconds / total:.1%}")
+    table.add_section()
+    table.add_row("step", format_time(total), "")
+    table.add_row("bubble, share of the pipeline's time", "", f"{forecast.step_time.bubble_fraction:.1%}")
+    return table
+
+
+def _timetable(program: Program, width: int) -> str:
+    """The unit grid (F=1, B=2), cut to the width and to the first ranks."""
+    from meshwright.schedule.draw import text
+
+    lines = text(program, max_cells=max(1, width // CELL_WIDTH - 2)).splitlines()
+    hidden = len(lines) - MAX_TIMETABLE_RANKS
+    return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {hidden} more ranks"] if hidden > 0 else [])])

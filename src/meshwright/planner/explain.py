@@ -1,0 +1,139 @@
+"""One paragraph: why the winner wins, what limits it, why the obvious alternatives lose or do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+from meshwright.core.units import format_bytes, format_time
+from meshwright.cost.flops import mfu
+from meshwright.cost.latency import Term
+from meshwright.planner.enumerate import Refusal
+from meshwright.planner.price import Forecast, Pricer
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way that a reader would think of, relative to the winner."""
+
+    name: str
+    is_like: Callable[[Strategy, Strategy], bool]
+    """(candidate, winner) → whether the candidate goes that way."""
+
+
+ALTERNATIVES = (
+    Alternative("data parallel alone", lambda c, w: c.tp == c.pp == 1 and not w.tp == w.pp == 1),
+    Alternative("without tensor parallel", lambda c, w: c.tp == 1 < w.tp),
+    Alternative("with tensor parallel", lambda c, w: w.tp == 1 < c.tp),
+    Alternative("without pipeline", lambda c, w: c.pp == 1 < w.pp),
+    Alternative("with pipeline", lambda c, w: w.pp == 1 < c.pp),
+    Alternative("without ZeRO", lambda c, w: c.zero == 0 < w.zero),
+    Alternative("with ZeRO-1", lambda c, w: w.zero == 0 < c.zero),
+    Alternative("without recomputation", lambda c, w: c.recompute == "none" and w.recompute == "full"),
+    Alternative("with recomputation", lambda c, w: c.recompute == "full" and w.recompute == "none"),
+)
+"""Each is compared by its best strategy."""
+
+
+def explain(
+    winner: Forecast,
+    priced: Sequence[Forecast],
+    refused: Sequence[Refusal],
+    pricer: Pricer,
+    advice: Sequence[tuple[str, str]],
+) -> str:
+    """The paragraph.
+
+    Args:
+        winner: the chosen forecast.
+        priced: every legal strategy's forecast, those that do not fit included.
+        refused: what enumeration did not offer.
+        advice: (id, words) of the rules of thumb that hold.
+    """
+    sentences = (
+        _verdict(winner, priced, pricer.model, pricer.cluster, pricer.job),
+        _limits(winner, pricer),
+        _memory(winner),
+        *_alternatives(winner, priced, refused, pricer),
+        _rules(advice),
+    )
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _verdict(winner: Forecast, priced: Sequence[Forecast], model: ModelSpec, cluster: ClusterSpec, job: Job) -> str:
+    seconds = winner.step_time.total_s
+    peak = cluster.device.peak_flops_per_s[winner.strategy.recipe.parameter]
+    share = mfu(model, job, seconds, cluster.num_devices, peak)
+    num_fitting = sum(f.fits for f in priced)
+    return (
+        f"{winner.strategy.describe()} is the fastest of {num_fitting} strategies that fit ({len(priced)} legal): "
+        f"{format_time(seconds)} per step, {job.tokens_per_step / seconds:,.0f} tokens/s, "
+        f"{share:.0%} of the devices' peak."
+    )
+
+
+def _limits(winner: Forecast, pricer: Pricer) -> str:
+    """Where the seconds go; the largest term beside the products themselves is what limits."""
+    total = winner.step_time.total_s
+    shares = [(term.name, term.seconds / total) for term in pricer.terms(winner)]
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+    losses = [(share, name) for name, share in shares if name not in ("layers", "head")]
+    share, name = max(losses)
+    limit = (
+        f"; beside computing, {name} cost{'s' if name != 'bubble and transfers' else ''} most" if share >= 0.005 else ""
+    )
+    return f"The step is {listed}{limit}."
+
+
+def _memory(winner: Forecast) -> str:
+    held = {name.removesuffix("_bytes"): size for name, size in winner.memory.to_dict().items() if size}
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda i: -i[1]))
+    return (
+        f"Rank {winner.rank} holds most: {format_bytes(winner.memory.total_bytes)} of "
+        f"{format_bytes(winner.usable_memory_bytes)} usable ({listed})."
+    )
+
+
+def _alternatives(
+    winner: Forecast, priced: Sequence[Forecast], refused: Sequence[Refusal], pricer: Pricer
+) -> Iterator[str]:
+    for alternative in ALTERNATIVES:
+        like = [f for f in priced if alternative.is_like(f.strategy, winner.strategy)]
+        barred = [r for r in refused if alternative.is_like(r.strategy, winner.strategy)]
+        if like:
+            yield f"{_capital(alternative.name)}, {_against(winner, like, pricer)}."
+        elif barred:
+            yield f"{_capital(alternative.name)} is refused: {barred[0].reason}."
+
+
+def _against(winner: Forecast, like: Sequence[Forecast], pricer: Pricer) -> str:
+    fitting = [f for f in like if f.fits]
+    if not fitting:
+        closest = min(like, key=lambda f: f.memory.total_bytes)
+        return f"nothing fits: the closest, {closest.strategy.describe()}, {closest.limit}"
+    best = min(fitting, key=lambda f: f.step_time.total_s)
+    slower = best.step_time.total_s / winner.step_time.total_s - 1
+    name = best.strategy.describe()
+    if slower < 0.0005:
+        extra = best.memory.total_bytes - winner.memory.total_bytes
+        how = "more" if extra > 0 else "less"
+        return f"{name} is as fast and holds {format_bytes(abs(extra))} {how}" if extra else f"{name} is its equal"
+    cause = _largest_increase(pricer.terms(winner), pricer.terms(best))
+    return f"{name} is {slower:.1%} slower, mostly for {cause.name} (+{format_time(cause.seconds)})"
+
+
+def _largest_increase(before: Sequence[Term], after: Sequence[Term]) -> Term:
+    base = {term.name: term.seconds for term in before}
+    return max((Term(t.name, t.seconds - base.get(t.name, 0.0)) for t in after), key=lambda term: term.seconds)
+
+
+def _rules(advice: Sequence[tuple[str, str]]) -> str:
+    return f"Rules of thumb that hold: {'; '.join(f'{id} {words}' for id, words in advice)}." if advice else ""
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

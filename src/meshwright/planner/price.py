@@ -1,0 +1,173 @@
+"""What a strategy costs: memory of its fullest rank, traffic of that rank, seconds of a step.
+
+A `Pricer` belongs to one model, cluster and job and remembers what candidates share: stages of one kind (first, last,
+number of layers) cost the same, and seconds and traffic of a stage do not depend on the schedule. The pipeline's
+makespan is a closed form first; the clock replays the table of actions for the few strategies that are worth it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.core.axes import DP, PP, TP, rank_of
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.job import Job
+from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+from meshwright.cost.latency import (
+    StageCosts,
+    StepCosts,
+    Term,
+    boundaries_s,
+    pipeline_s,
+    stage_costs,
+    stage_ends_s,
+    step_terms,
+    step_time,
+)
+from meshwright.cost.memory import memory
+from meshwright.cost.params import local_parameters
+from meshwright.cost.traffic import micro_batch_traffic, step_traffic
+from meshwright.schedule.build import build_program
+from meshwright.schedule.timeline import Timeline
+from meshwright.sim.clock import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One priced strategy."""
+
+    strategy: Strategy
+    memory: MemoryBreakdown
+    """Of the rank that holds most."""
+    rank: int
+    """That rank; memory and traffic are its own."""
+    traffic: Traffic
+    step_time: StepTime
+    usable_memory_bytes: int
+    simulated: bool = False
+    """True where the pipeline's time comes from the clock, False where from the closed form."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total_bytes <= self.usable_memory_bytes
+
+    @property
+    def limit(self) -> str:
+        """What memory allows, in words."""
+        needs, has = self.memory.total_bytes / 1e9, self.usable_memory_bytes / 1e9
+        return f"needs {needs:.3g} GB per rank of {has:.3g} GB usable"
+
+
+def stage_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
+    """For each stage the first stage of its kind: the same ends of the model, the same number of layers."""
+    first_of: dict[tuple[bool, bool, int], int] = {}
+    kinds = []
+    for stage, layers in enumerate(strategy.stage_layers(num_layers)):
+        kind = (stage == 0, stage == strategy.pp - 1, len(layers))
+        kinds.append(first_of.setdefault(kind, stage))
+    return tuple(kinds)
+
+
+class Pricer:
+    """Prices strategies of one model, cluster and job."""
+
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.num_simulations = 0
+        self._stages: dict[tuple[Strategy, int], tuple[Traffic, StageCosts]] = {}
+        self._steps: dict[tuple[Strategy, int], Traffic] = {}
+        self._parameters: dict[tuple[int, int, tuple[int, ...] | None, int], int] = {}
+        self._stage_kinds: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...]] = {}
+
+    def forecast(self, strategy: Strategy) -> Forecast:
+        """Memory and traffic exactly; seconds in closed form."""
+        costs = self.step_costs(strategy)
+        ends_s = stage_ends_s(costs, pipeline_s(costs, strategy))
+        stage, breakdown = self._fullest(strategy)
+        return Forecast(
+            strategy=strategy,
+            memory=breakdown,
+            rank=rank_of({PP: stage, DP: 0, TP: 0}, strategy.sizes),
+            traffic=self._stage(strategy, stage)[0],
+            step_time=step_time(costs, strategy, ends_s),
+            usable_memory_bytes=self.cluster.usable_memory_bytes,
+        )
+
+    def simulate(self, forecast: Forecast) -> Forecast:
+        """The same forecast, its pipeline timed by the clock."""
+        self.num_simulations += 1
+        costs = self.step_costs(forecast.strategy)
+        ends_s = last_work_ends_s(simulate(build_program(forecast.strategy), costs))
+        return replace(forecast, step_time=step_time(costs, forecast.strategy, ends_s), simulated=True)
+
+    def terms(self, forecast: Forecast) -> tuple[Term, ...]:
+        """The step's seconds by cause; they add up to the forecast's total."""
+        return step_terms(self.step_costs(forecast.strategy), forecast.strategy, forecast.step_time)
+
+    def step_costs(self, strategy: Strategy) -> StepCosts:
+        """Prices of every stage and every stage boundary."""
+        kinds = self._kinds(strategy)
+        priced = {stage: self._stage(strategy, stage)[1] for stage in set(kinds)}
+        return StepCosts(
+            stages=tuple(priced[stage] for stage in kinds),
+            boundaries_s=boundaries_s(self.model, self.job, strategy, self.cluster),
+        )
+
+    def _kinds(self, strategy: Strategy) -> tuple[int, ...]:
+        key = (strategy.pp, strategy.layers_per_stage)
+        if key not in self._stage_kinds:
+            self._stage_kinds[key] = stage_kinds(strategy, self.model.num_layers)
+        return self._stage_kinds[key]
+
+    def _stage(self, strategy: Strategy, stage: int) -> tuple[Traffic, StageCosts]:
+        """Traffic and seconds of a stage: the same for every schedule."""
+        key = (strategy.model_copy(update={"schedule": "1f1b"}), stage)
+        if key not in self._stages:
+            repeated = micro_batch_traffic(self.model, self.job, strategy, stage)
+            sent = Traffic({**repeated.rows, **self._per_step(strategy, stage).rows})
+            held = self._num_parameters(strategy, stage)
+            costs = stage_costs(self.model, self.job, strategy, self.cluster, stage, sent, held)
+            self._stages[key] = sent, costs
+        return self._stages[key]
+
+    def _per_step(self, strategy: Strategy, stage: int) -> Traffic:
+        """What is sent once per step: the same for all micro-batches and any recomputation."""
+        alike = {"schedule": "1f1b", "micro_batch_size": 1, "num_micro_batches": 1, "recompute": "none"}
+        key = (strategy.model_copy(update=alike), stage)
+        if key not in self._steps:
+            self._steps[key] = step_traffic(self.model, strategy, {PP: stage, DP: 0, TP: 0})
+        return self._steps[key]
+
+    def _num_parameters(self, strategy: Strategy, stage: int) -> int:
+        """Elements held: the same for every dp."""
+        key = (strategy.tp, strategy.pp, strategy.layers_per_stage, stage)
+        if key not in self._parameters:
+            self._parameters[key] = local_parameters(self.model, strategy, {PP: stage, DP: 0, TP: 0})
+        return self._parameters[key]
+
+    def memory_by_stage(self, strategy: Strategy) -> dict[int, MemoryBreakdown]:
+        """Stage → memory of its fullest rank, for the first stage of each kind.
+
+        The first of a kind has the most micro-batches in flight, and index 0 of dp and tp the larger part where a
+        split is uneven.
+        """
+        stages = sorted(set(self._kinds(strategy)))
+        return {s: memory(self.model, self.job, strategy, {PP: s, DP: 0, TP: 0}) for s in stages}
+
+    def _fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
+        return max(self.memory_by_stage(strategy).items(), key=lambda item: item[1].total_bytes)
+
+
+def last_work_ends_s(timeline: Timeline) -> list[float]:
+    """When each rank ends its last action."""
+    return [max(event.end_s for event in row) for row in timeline.events]
+
+
+def price(model: ModelSpec, cluster: ClusterSpec, job: Job, strategy: Strategy) -> Forecast:
+    """The simulated forecast of one strategy."""
+    pricer = Pricer(model, cluster, job)
+    return pricer.simulate(pricer.forecast(strategy))

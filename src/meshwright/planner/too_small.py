@@ -1,0 +1,58 @@
+"""Nothing fits the memory: the numbers of the closest strategy, and the smallest change that would make one fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import RuleError
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.planner.enumerate import strategies
+from meshwright.planner.price import Forecast, Pricer
+
+MAX_GROWTH = 64
+"""How many times more nodes are tried."""
+
+
+def nothing_fits(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], priced: Sequence[Forecast]
+) -> RuleError:
+    """The error to raise, one line."""
+    closest = min(priced, key=lambda f: f.memory.total_bytes)
+    fixed = f" with {', '.join(f'{name}={value}' for name, value in fix.items())}" if fix else ""
+    held = closest.memory
+    message = (
+        f"`{model.name}` does not fit on `{cluster.name}`{fixed}: the closest, {closest.strategy.describe()}, "
+        f"{closest.limit} ({held.states_bytes / 1e9:.3g} GB states + {held.activations_bytes / 1e9:.3g} GB activations "
+        f"+ {held.buffers_bytes / 1e9:.3g} GB buffers on rank {closest.rank})"
+    )
+    change = next(_changes(model, cluster, job, fix), None)
+    return RuleError(f"{message}; {change or 'no single change tried here makes it fit'}", "memory")
+
+
+def _changes(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
+    """Changes that make something fit, smallest first: give one fixed field free, then more devices."""
+    for name, value in fix.items():
+        freed = {other: kept for other, kept in fix.items() if other != name}
+        found = _smallest(model, cluster, job, freed)
+        if found and found.fits:
+            yield f"it fits with {name}={getattr(found.strategy, name)} instead of {value}"
+    growth = 2
+    while growth <= MAX_GROWTH:
+        larger = cluster.model_copy(update={"num_nodes": cluster.num_nodes * growth})
+        found = _smallest(model, larger, job, fix)
+        if found and found.fits:
+            more = f"{larger.num_devices} devices instead of {cluster.num_devices}"
+            yield f"it fits on {more}: {found.strategy.describe()}"
+        growth *= 2
+
+
+def _smallest(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Forecast | None:
+    try:
+        legal = strategies(model, cluster, job, fix).legal
+    except RuleError:
+        return None
+    pricer = Pricer(model, cluster, job)
+    return min((pricer.forecast(s) for s in legal), key=lambda f: f.memory.total_bytes)
