@@ -101,9 +101,17 @@ def test_strategies_show_all_that_decides():
         assert name in head
 
 
-def test_strategies_are_whole_in_120_columns():
+@pytest.mark.parametrize("width", [78, 110, 160])
+def test_strategies_are_whole_at_every_width(width):
     one = Candidate(Strategy(dp=16, tp=8, pp=4, recompute="full"), MEMORY, traffic(), StepTime(1, 0, 0, 0.1), True)
-    assert not any("…" in line for line in show(strategies_table([one]), width=120))
+    text = "\n".join(show(strategies_table([one]), width))
+    assert "…" not in text
+    for number in ("1.00 s", "10.0%", "1.23", "2.00", "80.0", "4.56", "<0.01", "87.8", "500", "108", "yes"):
+        assert number in text
+    assert ("Their memory" in text) == (width < 110)
+
+
+def test_no_candidates_is_an_empty_table():
     assert show(strategies_table([]))
 
 

@@ -125,7 +125,11 @@ def write_figure(figure: Figure, path: Path | str) -> Path:
 
 def _lay_out(figure: Figure, title: str, x: str, y: str) -> None:
     figure.update_layout(
-        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", legend={"orientation": "h", "y": -0.2}
+        title=title,
+        xaxis_title=x,
+        yaxis_title=y,
+        template="plotly_white",
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
     )
 
 

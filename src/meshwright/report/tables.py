@@ -6,13 +6,13 @@ those of one rank, in decimal units.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from meshwright.core.axes import MESH_ORDER
@@ -59,36 +59,74 @@ def report_console() -> Console:
     return console if console.is_terminal else Console(width=max(120, console.width))
 
 
-def strategies_table(candidates: Sequence[Candidate], title: str = "Strategies, best first") -> Table:
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One column of the strategies: its head and how to fill it. Details go below on a narrow terminal."""
+
+    head: str
+    cell: Callable[[Candidate], str]
+    detail: bool = False
+
+
+class StrategiesTable:
+    """Renders as one table, or as two under each other where less than `WIDE` columns are there."""
+
+    WIDE = 110
+
+    def __init__(self, candidates: Sequence[Candidate], title: str) -> None:
+        self.candidates = candidates
+        self.title = title
+        self.columns = _strategy_columns(candidates)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= self.WIDE:
+            yield self._rows(self.title, self.columns)
+        else:
+            yield self._rows(self.title, [column for column in self.columns if not column.detail])
+            yield self._rows("Their memory and traffic", [column for column in self.columns if column.detail])
+
+    def _rows(self, title: str, columns: Sequence[_Column]) -> Table:
+        table = _table(title)
+        table.add_column("#", justify="right", no_wrap=True)
+        for column in columns:
+            is_name = column.head == "strategy"
+            table.add_column(column.head, justify="left" if is_name else "right", no_wrap=not is_name)
+        for rank, candidate in enumerate(self.candidates, 1):
+            table.add_row(str(rank), *(column.cell(candidate) for column in columns))
+        return table
+
+
+def strategies_table(candidates: Sequence[Candidate], title: str = "Strategies, best first") -> StrategiesTable:
     """One row per candidate, in the order given: step time, bubble, memory by category, wire bytes by axis.
 
     All memory columns share one unit, and so do all wire columns; the heads name it.
     """
-    axes = _axes(candidates)
+    return StrategiesTable(candidates, title)
+
+
+def _strategy_columns(candidates: Sequence[Candidate]) -> list[_Column]:
     memory_unit = unit_of(max((c.memory.total_bytes for c in candidates), default=0))
     wire_unit = unit_of(max((size for c in candidates for size in c.traffic.by_axis().values()), default=0))
-    table = _table(title)
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("strategy", min_width=12)
-    for name in ("step", "bubble"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in (*_SHORT, "total"):
-        table.add_column(f"{name}\n{memory_unit}", justify="right", no_wrap=True)
-    for axis in axes:
-        table.add_column(f"{axis} wire\n{wire_unit}", justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for rank, candidate in enumerate(candidates, 1):
-        by_axis = candidate.traffic.by_axis()
-        table.add_row(
-            str(rank),
-            candidate.strategy.describe(),
-            format_time(candidate.step_time.total_s),
-            f"{candidate.step_time.bubble_fraction:.1%}",
-            *(in_unit(value, memory_unit) for value in _memory_values(candidate.memory)),
-            *(in_unit(by_axis[axis], wire_unit) if axis in by_axis else NONE for axis in axes),
-            "yes" if candidate.fits else "no",
-        )
-    return table
+
+    def memory(name: str, field: str, detail: bool = True) -> _Column:
+        return _Column(f"{name}\n{memory_unit}", lambda c: in_unit(getattr(c.memory, field), memory_unit), detail)
+
+    def wire(axis: str) -> _Column:
+        def cell(candidate: Candidate) -> str:
+            size = candidate.traffic.by_axis().get(axis)
+            return NONE if size is None else in_unit(size, wire_unit)
+
+        return _Column(f"{axis} wire\n{wire_unit}", cell, True)
+
+    return [
+        _Column("strategy", lambda c: c.strategy.describe()),
+        _Column("step", lambda c: format_time(c.step_time.total_s)),
+        _Column("bubble", lambda c: f"{c.step_time.bubble_fraction:.1%}"),
+        *(memory(name, field) for name, field in zip(_SHORT, MEMORY_CATEGORIES.values(), strict=True)),
+        memory("total", "total_bytes", detail=False),
+        *(wire(axis) for axis in _axes(candidates)),
+        _Column("fits", lambda c: "yes" if c.fits else "no"),
+    ]
 
 
 def memory_table(memories: Mapping[str, MemoryBreakdown], title: str = "Memory at the peak of a step") -> Table:
@@ -210,7 +248,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def _axes(candidates: Sequence[Candidate]) -> list[str]:

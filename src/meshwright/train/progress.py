@@ -14,6 +14,9 @@ from rich.progress import Progress as RichProgress
 from meshwright.core.units import format_time
 from meshwright.train.metrics import StepMetrics
 
+_WIDTH_WITH_BAR = 120
+"""On a narrower terminal the numbers need the room."""
+
 
 class Progress:
     """Step, loss, tokens/s, gradient norm, learning rate and time left. Use on one rank, as a context.
@@ -40,26 +43,35 @@ class Progress:
         self._console = console or Console()
         self._clock = clock
         self._start_s = clock()
+        self._eval_loss: float | None = None
         self._bar = None
         if self._console.is_terminal:
-            self._bar = RichProgress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[status]}"),
-                console=self._console,
-            )
+            step, status = "step {task.completed}/{task.total}", "{task.fields[status]}"
+            wide = (TextColumn(step), BarColumn(bar_width=None), TextColumn(status))
+            narrow = (TextColumn(f"{step} {status}"),)  # one column, so that only its end is cut
+            columns = wide if self._console.width >= _WIDTH_WITH_BAR else narrow
+            self._bar = RichProgress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=total_steps, completed=start_step, status="starting")
 
     def update(self, row: StepMetrics) -> None:
         """Show a step that has ended."""
         done = row.step + 1
-        status = f"{describe(row)}  left {self._time_left(done)}"
+        self._eval_loss = self._eval_loss if row.eval_loss is None else row.eval_loss
+        status = self._status(row, self._time_left(done))
         if self._bar is not None:
             self._bar.update(self._task, completed=done, status=status)
         elif done % self._every == 0 or done == self._total_steps:
             self._console.print(
                 f"step {done}/{self._total_steps}  {status}", highlight=False, markup=False, soft_wrap=True
             )
+
+    def _status(self, row: StepMetrics, time_left: str) -> str:
+        """What matters most first, since a narrow terminal cuts the end. The last evaluation stays."""
+        evaluated = "" if self._eval_loss is None else f"  eval {self._eval_loss:.4f}"
+        return (
+            f"loss {row.loss:.4f}{evaluated}  left {time_left}  {row.tokens_per_s:,.0f} tokens/s  "
+            f"grad norm {row.grad_norm:.2f}  lr {row.lr:.1e}"
+        )
 
     def _time_left(self, done: int) -> str:
         per_step_s = (self._clock() - self._start_s) / max(1, done - self._start_step)
@@ -74,12 +86,3 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def describe(row: StepMetrics) -> str:
-    """`loss 3.2145  12,345 tokens/s  grad norm 0.81  lr 3.0e-04`, with the evaluation loss when there."""
-    evaluated = "" if row.eval_loss is None else f"  eval {row.eval_loss:.4f}"
-    return (
-        f"loss {row.loss:.4f}{evaluated}  {row.tokens_per_s:,.0f} tokens/s  "
-        f"grad norm {row.grad_norm:.2f}  lr {row.lr:.1e}"
-    )
