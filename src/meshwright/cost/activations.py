@@ -1,0 +1,173 @@
+"""What autograd keeps between forward and backward, tensor by tensor.
+
+Per layer and token, in elements (h hidden, a query heads, g key/value heads, d head dim, f feed-forward, t = tp):
+
+    norm inputs                     2h
+    norm statistics                 2 (RMSNorm) or 4 (LayerNorm), at least fp32
+    inputs of attention and mlp     2h
+    q/k before their norms          (a+g)d/t, and a/t + g/t statistics; only with qk_norm
+    q, k, v                         (a+2g)d/t
+    attention output                ad/t
+    log-sum-exp of the scores       a/t, at least fp32
+    gate, up, product               3f/t; plain MLP: 2f/t (before and after the activation)
+
+with RMSNorm and SwiGLU:  4h + 2(a+g)d/t + 3f/t + a/t + 2. Biases, rotary positions and dropout (there is none) add
+nothing; a score matrix s² is never kept (flash attention). Tensors of hidden size are whole on every tp rank: the input
+of a column-parallel region is not copied, and the all-reduced output is kept by nobody.
+
+Counted per micro-batch; the schedule says how many of them live at once. `tests/cost/test_activations.py` counts the
+same on the real modules.
+
+Source: Korthikanti et al. 2022 §4.1, redone for RMSNorm, SwiGLU, grouped heads and flash attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import dim_range
+from meshwright.core.strategy import Strategy
+
+_INDEX_BYTES = 8
+_FLAG_BYTES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One named part of a memory footprint."""
+
+    name: str
+    bytes: int
+
+
+def total_bytes(terms: Iterable[Term]) -> int:
+    """Sum of terms."""
+    return sum(term.bytes for term in terms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Elements per token on the first tp rank (no rank holds more), and bytes of an element."""
+
+    tokens: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    element_bytes: int
+    statistic_bytes: int
+
+    def kept(self, name: str, elements: int) -> Term:
+        """A tensor in the dtype of the parameters."""
+        return Term(name, self.tokens * elements * self.element_bytes)
+
+    def statistics(self, name: str, elements: int) -> Term:
+        """A tensor in at least fp32."""
+        return Term(name, self.tokens * elements * self.statistic_bytes)
+
+
+def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
+    def local(dim: str, size: int) -> int:
+        return dim_range(spec, dim, size, strategy.tp, 0)[1]
+
+    element_bytes = strategy.recipe.parameter_bytes
+    return _Sizes(
+        tokens=b * s,
+        hidden=spec.hidden_size,
+        heads=local("heads", spec.heads_size) // spec.head_dim,
+        kv_heads=local("kv_heads", spec.kv_size) // spec.head_dim,
+        head_dim=spec.head_dim,
+        ffn=local("ffn", spec.ffn_size),
+        vocab=local("vocab", spec.vocab_size),
+        element_bytes=element_bytes,
+        statistic_bytes=max(4, element_bytes),
+    )
+
+
+def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[Term]:
+    statistics = 2 if spec.norm == "layernorm" else 1
+    return [z.kept(f"{name} input", z.hidden), z.statistics(f"{name} statistics", statistics)]
+
+
+def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[Term]:
+    terms = [z.kept("mlp input", z.hidden)]
+    if not spec.gated_mlp:
+        return [*terms, z.kept("up", z.ffn), z.kept("activated", z.ffn)]
+    terms += [z.kept("gate", z.ffn), z.kept("up", z.ffn), z.kept("product", z.ffn)]
+    return terms if spec.activation == "silu" else [*terms, z.kept("activated gate", z.ffn)]
+
+
+def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+    """What one layer keeps of one micro-batch on one rank when nothing is recomputed.
+
+    Args:
+        spec: a dense model.
+        strategy: read for tp and precision.
+        b: sequences of the micro-batch.
+        s: tokens of a sequence.
+    """
+    z = _sizes(spec, strategy, b, s)
+    q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
+    qk_norm = [
+        z.kept("q and k before their norms", q + kv),
+        z.statistics("q and k norm statistics", z.heads + z.kv_heads),
+    ]
+    return [
+        *_norm_terms(spec, z, "attention norm"),
+        z.kept("attention input", z.hidden),
+        *(qk_norm if spec.qk_norm else []),
+        z.kept("q", q),
+        z.kept("k", kv),
+        z.kept("v", kv),
+        z.kept("attention output", q),
+        z.statistics("log-sum-exp", z.heads),
+        *_norm_terms(spec, z, "mlp norm"),
+        *_mlp_terms(spec, z),
+    ]
+
+
+def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+    """What one layer keeps from its forward to its backward: its input alone under full recompute.
+
+    Under full recompute the terms of :func:`layer_terms`, less that input, live besides for the one layer whose
+    backward runs. Source: Chen et al. 2016.
+    """
+    if strategy.recompute == "none":
+        return layer_terms(spec, strategy, b, s)
+    z = _sizes(spec, strategy, b, s)
+    return [z.kept("layer input", z.hidden)]
+
+
+def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+    """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks."""
+    z = _sizes(spec, strategy, b, s)
+    terms = [Term("token ids", z.tokens * _INDEX_BYTES), Term("ids of other ranks", z.tokens * _FLAG_BYTES)]
+    return [*terms, Term("positions", s * _INDEX_BYTES)] if spec.positions == "learned" else terms
+
+
+def head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+    """What the final norm and the head keep; the logits are the loss's."""
+    z = _sizes(spec, strategy, b, s)
+    return [*_norm_terms(spec, z, "final norm"), z.kept("head input", z.hidden)]
+
+
+def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+    """What the vocabulary-parallel cross entropy keeps: exponentials in the logits' place, and five numbers a token."""
+    z = _sizes(spec, strategy, b, s)
+    return [
+        z.statistics("exponentials", z.vocab),
+        z.statistics("sums and target logits", 2),
+        Term("targets", z.tokens * _INDEX_BYTES),
+        Term("target flags", 2 * z.tokens * _FLAG_BYTES),
+    ]
+
+
+def stage_terms(spec: ModelSpec, strategy: Strategy, stage: int, b: int, s: int) -> list[Term]:
+    """What pipeline stage `stage` keeps of one micro-batch beside its layers: embedding first, head and loss last."""
+    first = embedding_terms(spec, strategy, b, s) if stage == 0 else []
+    last = stage == strategy.pp - 1
+    return [*first, *(head_terms(spec, strategy, b, s) + loss_terms(spec, strategy, b, s) if last else [])]

@@ -1,0 +1,114 @@
+"""The forecast of kept activations against what autograd really keeps, by unique storage."""
+
+import pytest
+import torch
+
+from meshwright.core.strategy import Strategy
+from meshwright.cost.activations import (
+    embedding_terms,
+    head_terms,
+    kept_layer_terms,
+    layer_terms,
+    loss_terms,
+    stage_terms,
+    total_bytes,
+)
+from tests.models.tiny import SPECS, random_model, random_tokens
+
+ALL = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+B, S = 3, 43
+
+
+def kept_bytes(model, run):
+    """Bytes of the storages that autograd keeps during `run`, parameters and constant tables left out."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = run()  # held, so that no storage is freed and its address used again
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    assert out.requires_grad
+    return sum(size for address, size in storages.items() if address not in own)
+
+
+def weight_copies(spec, precision, norms):
+    """LayerNorm on the CPU reads its bf16 weight and bias as fp32 copies. They do not grow with the batch."""
+    return norms * 2 * 4 * spec.hidden_size if spec.norm == "layernorm" and precision == "bf16" else 0
+
+
+@ALL
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_layer_keeps_what_is_forecast(spec, precision):
+    model = random_model(spec, DTYPES[precision])
+    model(random_tokens(spec, B, S))  # makes the rotary tables
+    x = torch.randn(B, S, spec.hidden_size, dtype=DTYPES[precision], requires_grad=True)
+    measured = kept_bytes(model, lambda: model.layers["1"](x)) - weight_copies(spec, precision, 2)
+    assert total_bytes(layer_terms(spec, Strategy(precision=precision), B, S)) == measured
+
+
+@ALL
+@pytest.mark.parametrize("precision", DTYPES)
+def test_a_model_keeps_what_is_forecast(spec, precision):
+    """A plain embedding keeps no flags of ids that lie elsewhere; all else is the same."""
+    model, strategy = random_model(spec, DTYPES[precision]), Strategy(precision=precision)
+    model(random_tokens(spec, B, S))
+    terms = [
+        *embedding_terms(spec, strategy, B, S),
+        *(spec.num_layers * layer_terms(spec, strategy, B, S)),
+        *head_terms(spec, strategy, B, S),
+    ]
+    tokens = random_tokens(spec, B, S)
+    measured = kept_bytes(model, lambda: model(tokens)) - weight_copies(spec, precision, 2 * spec.num_layers + 1)
+    assert total_bytes(terms) - B * S == measured
+
+
+def test_other_activations_keep_what_is_forecast():
+    for change in ({"activation": "gelu"}, {"gated_mlp": False}):
+        spec = SPECS["llama"].model_copy(update=change)
+        model = random_model(spec)
+        model(random_tokens(spec, B, S))
+        x = torch.randn(B, S, spec.hidden_size, requires_grad=True)
+        measured = kept_bytes(model, lambda model=model, x=x: model.layers["1"](x))
+        assert total_bytes(layer_terms(spec, Strategy(), B, S)) == measured
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_divides_heads_and_ffn_only(tp):
+    spec = SPECS["qwen3-wide-heads"]  # 4 heads, 2 key/value heads: at tp 4 each is held twice
+    whole = {term.name: term.bytes for term in layer_terms(spec, Strategy(), B, S)}
+    part = {term.name: term.bytes for term in layer_terms(spec, Strategy(tp=tp), B, S)}
+    token = B * S * 4
+    by_tp = {name for name in whole if part[name] * tp == whole[name]}
+    assert by_tp >= {"q", "attention output", "log-sum-exp", "gate", "up", "product"}
+    assert part["k"] == part["v"] == token * 16 * max(1, 2 // tp)
+    assert part["q and k before their norms"] == token * 16 * (4 // tp + max(1, 2 // tp))
+    same = {name for name in whole if part[name] == whole[name]}
+    assert same == {name for name in whole if "norm" in name and "q and k" not in name} | {
+        "attention input",
+        "mlp input",
+    }
+
+
+def test_llama_70b_layer_is_as_published_by_hand():
+    """8h + 4ad + 4gd + 6f + 4a bytes per token in bf16, and 8 of statistics (h=8192, a=64, g=8, d=128, f=28672)."""
+    change = {"hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "ffn_size": 28672}
+    spec = SPECS["llama"].model_copy(update=change)
+    assert total_bytes(layer_terms(spec, Strategy(precision="bf16"), 1, 1)) == 274_688 + 8
+
+
+def test_recompute_keeps_one_hidden_state():
+    spec = SPECS["llama"]
+    (term,) = kept_layer_terms(spec, Strategy(recompute="full", precision="bf16"), B, S)
+    assert term.bytes == 2 * B * S * spec.hidden_size
+    assert kept_layer_terms(spec, Strategy(), B, S) == layer_terms(spec, Strategy(), B, S)
+
+
+def test_ends_stand_on_the_end_stages():
+    spec, strategy = SPECS["gpt2"], Strategy(pp=3)
+    first, inner, last = (stage_terms(spec, strategy, stage, B, S) for stage in range(3))
+    assert first == embedding_terms(spec, strategy, B, S)
+    assert inner == []
+    assert last == head_terms(spec, strategy, B, S) + loss_terms(spec, strategy, B, S)
+    assert stage_terms(spec, Strategy(), 0, B, S) == first + last
+    exponentials = loss_terms(spec, Strategy(tp=2, precision="bf16"), B, S)[0]
+    assert exponentials.bytes == B * S * 31 * 4  # 61 rows: the first rank has 31; always at least fp32
