@@ -11,7 +11,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import placements
 from meshwright.core.strategy import Strategy
 
-STATE = ("master", "moment1", "moment2")
+STATE = ("master", "moment1")
 """Kinds that ZeRO-1 shards; parameters stay whole on each dp rank."""
 
 

@@ -51,7 +51,7 @@ def test_saved_under_one_layout_loaded_under_others(tmp_path, saved):
     tensors = reference(spec_of())
     save(tmp_path, 10, all_pieces(saved, tensors)[1], {"samples": 80})
     order = list(LAYOUTS)
-    for ahead in (0, 1, 2, 4, 7):
+    for ahead in (0, 1, 4):
         loaded = order[(order.index(saved) + ahead) % len(order)]
         states, pieces = all_pieces(loaded, owned=False)
         assert load(tmp_path, pieces) == {"samples": 80, "step": 10}

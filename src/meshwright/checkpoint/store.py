@@ -23,7 +23,7 @@ from meshwright.checkpoint.folder import newest, open_step
 from meshwright.checkpoint.pieces import Piece
 from meshwright.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner
 from meshwright.checkpoint.storage import PieceReader, PieceWriter
-from meshwright.core.errors import CheckpointError, MeshwrightError
+from meshwright.core.errors import CheckpointError, MeshwrightError, RankError
 
 
 def save(
@@ -42,6 +42,7 @@ def save(
 
     Raises:
         CheckpointError: on all ranks alike, whichever rank it concerns.
+        RankError: another rank died or did not come.
     """
     writer, planner = PieceWriter(Path(folder), step, extra, keep), PieceSavePlanner(pieces)
     try:
@@ -71,6 +72,7 @@ def load(
     Raises:
         CheckpointError: missing, damaged, of another model, of another dtype. On all ranks alike. The memory
             behind `pieces` may then be filled in part.
+        RankError: another rank died or did not come.
     """
     reader, planner = PieceReader(Path(folder), step), PieceLoadPlanner(pieces, partial=partial)
     with _as_one(f"loading from {folder}"):
@@ -118,3 +120,5 @@ def _as_one(what: str) -> Iterator[None]:
         if not isinstance(cause, Exception):
             raise cause from None  # an interrupt is not a failure of the checkpoint
         raise CheckpointError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+    except RuntimeError as error:  # of a step it would have come as above; so it is of the exchange between ranks
+        raise RankError(f"{what}: a rank was lost: {str(error).splitlines()[0]}") from error
