@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -45,7 +44,7 @@ class _Job:
     """Pickled (fn, args)."""
     rank: int
     world: int
-    store: str
+    meeting_file: str
     group_timeout_s: float
 
 
@@ -90,9 +89,9 @@ class Pool:
         call = pickle.dumps((fn, args))
         self._fill(world)
         self._num_jobs += 1
-        store = os.path.join(self._folder.name, f"job{self._num_jobs}")
+        meeting_file = os.path.join(self._folder.name, f"job{self._num_jobs}")
         for rank in range(world):
-            job = _Job(call, rank, world, store, group_timeout_s or timeout_s)
+            job = _Job(call, rank, world, meeting_file, group_timeout_s or timeout_s)
             self._workers[rank].pipe.send_bytes(pickle.dumps(job))
         answers = self._collect(world, timeout_s, may_die)
         errors = {rank: text for rank, (ok, text) in answers.items() if not ok and rank not in may_die}
@@ -169,25 +168,21 @@ def _serve(pipe: connection.Connection) -> None:
             job = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             return
-        pipe.send_bytes(pickle.dumps(_perform(job)))
+        ok, value = _perform(job)
+        pipe.send_bytes(pickle.dumps((ok, value)))
+        if not ok:
+            return  # the process ends, its sockets close, and the other ranks stop waiting for it
 
 
 def _perform(job: _Job) -> tuple[bool, Any]:
     """Plain pickle on both ways: tensors travel by value, never by shared file descriptors."""
-    import torch.distributed as dist
+    from meshwright.comm import mesh
 
     try:
         fn, args = pickle.loads(job.call)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(job.store, job.world),
-            rank=job.rank,
-            world_size=job.world,
-            timeout=timedelta(seconds=job.group_timeout_s),
-        )
+        mesh.start_local(job.meeting_file, job.rank, job.world, job.group_timeout_s)
         return True, pickle.dumps(fn(job.rank, job.world, *args))
     except BaseException:
         return False, traceback.format_exc()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        mesh.stop()

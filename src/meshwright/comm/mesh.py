@@ -67,6 +67,18 @@ def start(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         raise RankError(f"rank {rank} of {size} found no other ranks: {_first_line(error)}") from error
 
 
+def start_local(meeting_file: str, rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Join a run of `size` CPU processes of this host that meet in a new file; needs no environment.
+
+    Raises RankError where the other ranks were not found.
+    """
+    try:
+        store = dist.FileStore(meeting_file, size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RankError(f"rank {rank} of {size} found no other ranks: {_first_line(error)}") from error
+
+
 def _choose_gpu() -> None:
     local, have = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= have:
@@ -130,7 +142,7 @@ class Mesh:
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         axes = {}
         for name, lines in axis_groups(full, kv_replicas).items():
-            _create_groups(lines, prod(full.values()), device, groups)
+            _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
             axes[name] = _axis(name, rank, ranks, groups[ranks], device, ledger)
         return cls(rank, full, coordinates_of(rank, full), axes, device, ledger)
@@ -187,9 +199,7 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _create_groups(
-    lines: Groups, world: int, device: torch.device, groups: dict[tuple[int, ...], dist.ProcessGroup | None]
-) -> None:
+def _create_groups(lines: Groups, world: int, groups: dict[tuple[int, ...], dist.ProcessGroup | None]) -> None:
     """Add what is missing. All ranks create all groups in the same order, also those they are not in."""
     for ranks in lines:
         if ranks in groups:
@@ -199,12 +209,13 @@ def _create_groups(
         elif len(ranks) == world:
             groups[ranks] = dist.group.WORLD
         else:
-            groups[ranks] = dist.new_group(list(ranks), timeout=_timeout(device))
+            groups[ranks] = dist.new_group(list(ranks), timeout=_timeout_of(dist.group.WORLD))
 
 
-def _timeout(device: torch.device) -> timedelta:
-    """That of the default group; `new_group` would fall back to its own 30 minutes."""
-    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long this group waits for a rank. `new_group` by itself would fall back to 30 minutes."""
+    assert group is not None
+    timeout: timedelta = group._get_backend(_device()).options._timeout
     return timeout
 
 
