@@ -13,8 +13,8 @@ NAME = "1f1b"
 def order(num_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Warm-up min(p−1−r, m) forwards, then pairs of forward and backward, then the backwards that are left.
 
-        r0: F0 F1 .  .  .  B0 B0 F2 B1 B1 .  B2 B2
-        r1: .  F0 B0 B0 F1 B1 B1 .  F2 B2 B2 .  .
+        r0: F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+        r1: .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
 
     Stage r stands on rank r and holds at most min(p−r, m) micro-batches' activations.
     """

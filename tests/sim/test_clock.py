@@ -1,0 +1,137 @@
+"""The clock: closed forms on equal stages, hand-worked cases elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from meshwright.core.errors import ProgramError
+from meshwright.core.program import Action, Kind, Program
+from meshwright.schedule import closed_form
+from meshwright.schedule.build import available_orders, forward_program, from_rows, program
+from meshwright.schedule.unit_clock import unit_timeline
+from meshwright.sim.clock import StageCosts, UnitCosts, simulate
+
+SCHEDULES = ("naive", "gpipe", "1f1b")
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_clock_equals_closed_form(name: str, num_stages: int) -> None:
+    for num_micro_batches in range(1, 25):
+        timeline = simulate(program(name, num_stages, num_micro_batches), UnitCosts())
+        size = (name, num_stages, num_micro_batches)
+        assert timeline.makespan_s == closed_form.makespan_s(*size, 1, 2)
+        assert timeline.bubble_fraction == pytest.approx(closed_form.bubble_fraction(*size), abs=1e-12)
+        assert timeline.peak_live == closed_form.peak_live(*size)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (3, 1), (1, 4), (0.25, 0.5)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_closed_form_holds_for_any_ratio_of_forward_and_backward(name: str, forward: float, backward: float) -> None:
+    for num_stages, num_micro_batches in ((2, 1), (3, 7), (4, 4), (5, 3)):
+        timeline = simulate(program(name, num_stages, num_micro_batches), UnitCosts(forward, backward))
+        expected = closed_form.makespan_s(name, num_stages, num_micro_batches, forward, backward)
+        assert timeline.makespan_s == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "bubble"), [(1, 3 / 4), (4, 3 / 7), (8, 3 / 11), (16, 3 / 19)])
+def test_bubble_of_four_stages(num_micro_batches: int, bubble: float) -> None:
+    for name in ("gpipe", "1f1b"):
+        timeline = simulate(program(name, 4, num_micro_batches), UnitCosts())
+        assert timeline.bubble_fraction == pytest.approx(bubble, abs=1e-12)
+        assert timeline.rank_bubbles == pytest.approx([bubble] * 4, abs=1e-12)
+
+
+def test_two_clocks_agree() -> None:
+    """The textbook clock of `schedule` and this one, with and without transfers in the table."""
+    for name, order in available_orders().items():
+        bare = from_rows(name, order(5, 7))
+        assert simulate(bare, UnitCosts()).events == unit_timeline(bare).events
+        assert simulate(program(name, 5, 7), UnitCosts()).makespan_s == unit_timeline(bare).makespan_s
+
+
+def test_gpipe_pays_each_boundary_twice() -> None:
+    timeline = simulate(program("gpipe", 4, 8), UnitCosts(transfer=0.5))
+    assert timeline.makespan_s == (8 + 3) * 3 + 2 * 3 * 0.5
+
+
+def test_transfers_hide_behind_compute_but_their_latency_does_not() -> None:
+    costs = StageCosts(forward_s=(1, 1), backward_s=(2, 2), transfer_s=(0.25,))
+    timeline = simulate(program("gpipe", 2, 2), costs)
+    spans = {str(event.action): (event.start_s, event.end_s) for row in timeline.events for event in row}
+    assert spans["SEND_F0@0"] == (1, 1.25)
+    assert spans["F1@0"] == (1, 2)
+    assert spans["F0@1"] == (1.25, 2.25)
+    assert spans["F1@1"] == (2.25, 3.25)
+    assert spans["B0@0"] == (5.5, 7.5)
+    assert timeline.busy_s == (6, 6)
+
+
+def test_a_slow_boundary_carries_one_transfer_at_a_time() -> None:
+    timeline = simulate(forward_program(2, 4), UnitCosts(forward=1, transfer=3))
+    arrivals = [event.end_s for event in timeline.events[0] if event.action.kind is Kind.SEND_F]
+    assert arrivals == [4, 7, 10, 13]
+    assert timeline.makespan_s == 14
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    costs = StageCosts(forward_s=(1, 3, 1), backward_s=(2, 6, 2), transfer_s=(0, 0))
+    gpipe = simulate(program("gpipe", 3, 10), costs)
+    one_f_one_b = simulate(program("1f1b", 3, 10), costs)
+    assert gpipe.busy_s == one_f_one_b.busy_s == (30, 90, 30)
+    assert one_f_one_b.makespan_s == 1 + 90 + 2, "stage 1 starts after one forward of stage 0, then never waits"
+    assert gpipe.makespan_s == 1 + 30 + 1 + 2 + 60 + 2, "stage 1 also waits while stage 2 turns round"
+
+
+def test_reduce_takes_its_time_at_the_end_of_a_row() -> None:
+    costs = StageCosts(forward_s=(1, 1), backward_s=(2, 2), transfer_s=(0,), reduce_s=(4, 1))
+    timeline = simulate(program("1f1b", 2, 2), costs)
+    assert timeline.makespan_s == 9 + 4
+    assert timeline.busy_s == (6 + 4, 6 + 1)
+
+
+def test_simulated_order_is_the_programs_order() -> None:
+    built = program("1f1b", 4, 6)
+    timeline = simulate(built, UnitCosts(transfer=0.3))
+    assert tuple(tuple(event.action for event in row) for row in timeline.events) == built.rows
+
+
+def test_no_action_starts_before_its_inputs_and_ranks_do_one_thing_at_a_time() -> None:
+    costs = StageCosts(forward_s=(1.1, 0.7, 1.3), backward_s=(2.3, 1.9, 2.1), transfer_s=(0.4, 0.2))
+    for name in SCHEDULES:
+        timeline = simulate(program(name, 3, 5), costs)
+        ends = {event.action: event.end_s for row in timeline.events for event in row}
+        for row in timeline.events:
+            work = [event for event in row if event.action.kind in (Kind.F, Kind.B)]
+            assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(work))
+            for start, _, action in work:
+                forward = action.kind is Kind.F
+                source = action.stage - 1 if forward else action.stage + 1
+                needed = ends.get(Action(action.kind, source, action.micro_batch))
+                boundary = min(source, action.stage)
+                assert needed is None or start >= needed + costs.transfer_s[boundary] - 1e-12
+
+
+def test_a_program_that_hangs_is_reported() -> None:
+    rows = ((Action(Kind.RECV_B, 0, 0), Action(Kind.F, 0, 0)), (Action(Kind.SEND_B, 1, 0),))
+    stuck = Program("stuck", (rows[0], (Action(Kind.F, 1, 0), *rows[1])), (0, 1), 1)
+    with pytest.raises(ProgramError, match="deadlock: rank 0 waits at RECV_B0@0, rank 1 waits at F0@1"):
+        simulate(stuck, UnitCosts())
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_duration_that_is_none_is_refused(wrong: float) -> None:
+    with pytest.raises(ProgramError, match="a duration is 0 or more"):
+        simulate(program("gpipe", 2, 2), UnitCosts(forward=wrong))
+
+
+def test_sixty_four_stages_are_simulated_fast() -> None:
+    """The bound is three times what it takes alone on a laptop core, since tests share theirs."""
+    built = program("1f1b", 64, 512)
+    start = time.process_time()
+    timeline = simulate(built, UnitCosts())
+    assert time.process_time() - start < 1.5
+    assert timeline.makespan_s == (512 + 63) * 3
