@@ -130,7 +130,7 @@ def test_verdict_on_random_swaps_is_the_oracles(name: str) -> None:
         else:
             assert legal, mutant.to_csv()
         verdicts.append(legal)
-    assert not all(verdicts)
+    assert 0 < sum(verdicts) < len(verdicts) / 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
