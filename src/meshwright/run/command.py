@@ -56,6 +56,11 @@ def run_command(main: Callable[[], int | None]) -> int:
         return INTERRUPTED
 
 
+def is_launched() -> bool:
+    """Whether this process is a rank that `launch` started."""
+    return RECORD in os.environ
+
+
 def print_error(message: str) -> None:
     """One line on stderr, whatever the message holds."""
     print(f"meshwright: error: {' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""`meshwright train`: carry out a plan on real text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.core.errors import InputError
+from meshwright.core.plan import Plan
+from meshwright.run.command import is_launched
+from meshwright.run.environment import detect
+from meshwright.run.folder import RunFolder
+from meshwright.run.launch import enter_ranks
+from meshwright.run.options import TrainOptions
+
+
+def train_command(
+    plan: Annotated[Path, typer.Argument(help="Plan file written by `meshwright plan`.")],
+    out: Annotated[Path, typer.Option(help="The run's folder.")],
+    text: Annotated[str | None, typer.Option(help="Text, JSONL or Parquet file, or a folder of them.")] = None,
+    stdlib: Annotated[bool, typer.Option("--stdlib", help="Train on the source of Python's standard library.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps in all.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Decoupled decay, on matrices only.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Largest global gradient norm.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and of the order of samples.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
+    eval_samples: Annotated[int | None, typer.Option(help="Sequences in an evaluation.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Newest checkpoints that are kept.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Hugging Face tokenizer; default: trained on the text.")] = None,
+    pretrained: Annotated[str | None, typer.Option(help="Hugging Face folder whose weights to start from.")] = None,
+    max_text_bytes: Annotated[int | None, typer.Option(help="How much of the standard library to read.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, in any layout.")
+    ] = False,
+) -> None:
+    """Train a plan: starts its own ranks, or takes its place among those of torchrun or Slurm."""
+    if (text is None) != stdlib and not resume:
+        raise InputError("say what to train on: either --text PATH or --stdlib")
+    given = {
+        "text": text, "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps,
+        "weight_decay": weight_decay, "clip_norm": clip_norm, "seed": seed, "eval_every": eval_every,
+        "eval_samples": eval_samples, "save_every": save_every, "keep": keep, "tokenizer": tokenizer,
+        "pretrained": pretrained, "max_text_bytes": max_text_bytes,
+    }  # fmt: skip
+    train(Plan.load(plan), RunFolder(out), {k: v for k, v in given.items() if v is not None}, resume=resume)
+
+
+def train(plan: Plan, run: RunFolder, given: dict[str, object], *, resume: bool) -> None:
+    """Launcher or rank, whichever this process is.
+
+    Raises:
+        InputError: bad options, a text that is too short, a folder that holds another run.
+        RankError: a rank failed.
+    """
+    old = run.options().model_dump(exclude_none=True) if resume else {}
+    options = TrainOptions.parse({**old, **given}, "options")
+    world = detect(os.environ)
+    if world is None or (world.rank == 0 and not is_launched()):
+        _set_up(plan, options, run, resume=resume)
+    if enter_ranks(sys.argv[1:], plan.strategy.world_size, log_dir=run.logs) is None:
+        return
+    from meshwright.run.training import Training
+
+    Training(plan, options, run).run(resume=resume)
+
+
+def _set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:
+    """Once per run, before any rank starts, so that a user's mistake is met early and leaves nothing behind."""
+    from meshwright.run.training import prepare_data
+
+    if resume:
+        run.plan()
+        run.write(plan, options)
+    else:
+        run.refuse_existing()
+    prepare_data(plan, options, run)
+    run.write(plan, options)

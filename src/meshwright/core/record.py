@@ -1,0 +1,58 @@
+"""What one rank measured of a run: the third witness, written as JSON beside the run's plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.core.errors import InputError
+from meshwright.core.measures import MemoryBreakdown, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank's measurements of one step, and the median step time of the run."""
+
+    rank: int
+    coordinates: dict[str, int]
+    memory: MemoryBreakdown
+    traffic: Traffic
+    step_time_s: float
+    """Median over the run's steps, the first ones left out."""
+    pipeline_s: float
+    """Wall time of the pipeline table in the measured step."""
+    busy_s: float
+    """Of which in forwards and backwards."""
+
+    def save(self, folder: Path) -> None:
+        """Write `folder`/rank-N.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        data = {
+            "rank": self.rank,
+            "coordinates": self.coordinates,
+            "memory": self.memory.to_dict(),
+            "traffic": self.traffic.to_list(),
+            "step_time_s": self.step_time_s,
+            "pipeline_s": self.pipeline_s,
+            "busy_s": self.busy_s,
+        }
+        (folder / f"rank-{self.rank}.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> RankRecord:
+        """Read one record. Raises InputError for a damaged file."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            memory, traffic = MemoryBreakdown(**data.pop("memory")), Traffic.from_list(data.pop("traffic"))
+            return cls(memory=memory, traffic=traffic, **data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}: not a record of a run: {error}") from None
+
+    @classmethod
+    def load_all(cls, folder: Path) -> list[RankRecord]:
+        """Every rank's record, by rank. Raises InputError where there is none."""
+        records = sorted((cls.load(path) for path in folder.glob("rank-*.json")), key=lambda r: r.rank)
+        if not records:
+            raise InputError(f"{folder}: no measurements; let the training run for at least three steps")
+        return records

@@ -1,0 +1,97 @@
+"""Bytes that one rank sends in one step, by primitive, axis and phase: what the ledger will count.
+
+Sources: Shoeybi et al. 2019 §3 (tensor), Huang et al. 2019 (pipeline), Rajbhandari et al. 2020 §7 (ZeRO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
+from meshwright.core.flat import make_buckets
+from meshwright.core.job import Job
+from meshwright.core.measures import Traffic
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import kv_replicas, placements
+from meshwright.core.precision import DTYPE_BYTES
+from meshwright.core.strategy import Strategy
+
+SCALAR_BYTES = 8
+"""Counts, norms and losses cross the ranks in float64."""
+
+
+def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
+    """Ranks in each group that a rank talks to."""
+    return {
+        **strategy.sizes,
+        TP_KV: kv_replicas(model, strategy.tp),
+        PP_ENDS: 2 if strategy.pp > 1 else 1,
+        WORLD: strategy.world_size,
+    }
+
+
+def accumulator_bytes(strategy: Strategy) -> int:
+    """Element size of the loss statistics: fp32, or fp64 where everything is."""
+    return max(4, DTYPE_BYTES[strategy.recipe.parameter])
+
+
+def traffic(model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int]) -> Traffic:
+    """One training step of the rank at mesh coordinates `at` (pp, dp, tp)."""
+    return Traffic({**micro_batch_traffic(model, job, strategy, at[PP]).rows, **step_traffic(model, strategy, at).rows})
+
+
+def micro_batch_traffic(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> Traffic:
+    """The part that every micro-batch sends: within layers and between stages."""
+    total = Traffic()
+    _tensor(total, model, job, strategy, stage)
+    _pipeline(total, model, job, strategy, stage)
+    return total
+
+
+def step_traffic(model: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> Traffic:
+    """The part that is sent once per step, whatever the micro-batches, the schedule and the recomputation."""
+    total = Traffic()
+    total.add("all_reduce", DP, "count", SCALAR_BYTES, strategy.dp)
+    _data(total, model, strategy, at)
+    total.add("all_reduce", WORLD, "norm", 2 * SCALAR_BYTES, strategy.world_size)
+    return total
+
+
+def hidden_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
+    """One hidden state of one micro-batch: β·b·s·h."""
+    tokens = strategy.micro_batch_size * job.seq_length
+    return tokens * model.hidden_size * strategy.recipe.parameter_bytes
+
+
+def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
+    """Two all-reduces per layer and direction, one for the embedding, one for the head's input, two for the loss."""
+    m, hidden = strategy.num_micro_batches, hidden_bytes(model, job, strategy)
+    per_layer = 2 * len(strategy.stage_layers(model.num_layers)[stage]) * m
+    is_first, is_last = stage == 0, stage == strategy.pp - 1
+    total.add("all_reduce", TP, "forward", hidden, strategy.tp, per_layer + m * is_first)
+    total.add("all_reduce", TP, "recompute", hidden, strategy.tp, per_layer * (strategy.recompute == "full"))
+    total.add("all_reduce", TP, "backward", hidden, strategy.tp, per_layer + m * is_last)
+    if is_last:
+        tokens = strategy.micro_batch_size * job.seq_length * accumulator_bytes(strategy)
+        total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)
+        total.add("all_reduce", TP, "forward", 2 * tokens, strategy.tp, m)
+
+
+def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
+    m, hidden = strategy.num_micro_batches, hidden_bytes(model, job, strategy)
+    total.add("send", PP, "forward", hidden, strategy.pp, m * (stage < strategy.pp - 1))
+    total.add("send", PP, "backward", hidden, strategy.pp, m * (stage > 0))
+
+
+def _data(total: Traffic, model: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> None:
+    """Gradients once per step whatever the accumulation; ZeRO-1 sends the same bytes in two halves."""
+    recipe, sizes = strategy.recipe, group_sizes(model, strategy)
+    gradient_bytes = DTYPE_BYTES[recipe.gradient]
+    layouts = make_buckets(placements(model, strategy, at), strategy.dp, strategy.bucket_bytes, recipe.gradient_bytes)
+    for bucket in layouts:
+        for axis in bucket.sum_over:
+            total.add("all_reduce", axis, "gradients", bucket.numel * gradient_bytes, sizes[axis])
+        primitive = "reduce_scatter" if strategy.zero else "all_reduce"
+        total.add(primitive, DP, "gradients", bucket.numel * gradient_bytes, strategy.dp)
+        if strategy.zero:
+            total.add("all_gather", DP, "parameters", bucket.numel * recipe.parameter_bytes, strategy.dp)

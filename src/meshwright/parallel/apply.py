@@ -1,0 +1,162 @@
+"""The composition, in one visible order: cut → shard → bind → recompute → reduce → run.
+
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ recompute.apply ─▶ data ─▶ StageRunner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.comm.collectives import all_gather_start, all_reduce
+from meshwright.comm.mesh import Mesh
+from meshwright.core.axes import DP, PP, TP, WORLD
+from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import dim_range
+from meshwright.core.program import Action
+from meshwright.core.strategy import Strategy
+from meshwright.parallel import pipeline, recompute, tensor
+from meshwright.parallel.data import GradientReducer
+from meshwright.parallel.loss import IGNORE, cross_entropy_sum
+from meshwright.parallel.pipeline import MicroBatch, StageRunner
+from meshwright.parallel.states import DTYPES, FlatStates
+from meshwright.schedule.build import forward_program, program
+
+
+class _StageLoss(nn.Module):
+    """Cross entropy over this rank's slice of the vocabulary."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh) -> None:
+        super().__init__()
+        self.axis = mesh[TP]
+        self.first, _ = dim_range(spec, "vocab", spec.vocab_size, self.axis.size, self.axis.index)
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits, labels, self.first, self.axis)
+
+
+class ParallelModel:
+    """One rank's part of a model under a strategy: states, and a way to run micro-batches through them.
+
+    Args:
+        model: a plain model built from `spec` (on the meta device, or with weights, which are then taken over).
+        spec: its shape.
+        strategy: how it is split; legal for the model.
+        mesh: this rank's mesh, with the strategy's sizes.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> None:
+        if not strategy.recipe.runnable:
+            raise UnsupportedError(
+                f"precision `{strategy.precision}` is for forecasts only; train with bf16 or bf16-16"
+            )
+        self.spec = spec
+        self.strategy = strategy
+        self.mesh = mesh
+        device = mesh.device
+        weights = None if _is_meta(model) else _plain_weights(model, spec)
+        pipeline.cut(model, spec, strategy, mesh[PP].index)
+        tensor.apply(model, spec, mesh[TP])
+        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device)
+        if weights is not None:
+            self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
+        if strategy.recompute == "full":
+            recompute.apply(model.layers, mesh.ledger)
+        self.reducer = GradientReducer(self.states, mesh, strategy.zero)
+        self.runner = StageRunner(
+            model, _StageLoss(spec, mesh), mesh, self.reducer, spec.hidden_size, DTYPES[strategy.recipe.parameter]
+        )
+        self._model = model
+        self._pending_reduction = False
+        self._rows: dict[tuple[str, int, bool], tuple[Action, ...]] = {}
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, reduce: bool = True) -> torch.Tensor:
+        """Accumulate the gradient of (sum of token losses) / (counted tokens of all ranks) of these micro-batches.
+
+        Args:
+            micro_batches: this dp rank's (tokens [b, s], labels [b, s]); the same on all its tp and pp ranks.
+            reduce: sum the accumulated gradients over the ranks at the end; False on all but the last
+                call of a step.
+
+        Returns:
+            the sum of losses over this rank's tokens (float64; non-zero on the last stage) divided by the tokens.
+        """
+        if self._pending_reduction:
+            raise InputError(
+                "gradients were already reduced; call the optimizer's step before the next forward_backward"
+            )
+        row = self._row((self.strategy.schedule, len(micro_batches), reduce))
+        scale = 1.0 / self.count_tokens(micro_batches).clamp(min=1)
+        loss = self.runner.run(row, micro_batches, scale)
+        self._pending_reduction = reduce
+        return loss * scale
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of losses, counted tokens) over these micro-batches of all ranks; every rank returns them."""
+        row = self._row(("forward", len(micro_batches), False))
+        tokens = self.count_tokens(micro_batches)
+        loss = self.runner.run(row, micro_batches, torch.ones_like(tokens))
+        with self.mesh.ledger.phase("evaluate"):
+            return all_reduce(self.own_loss(loss).clone(), self.mesh[WORLD]), tokens
+
+    def _row(self, key: tuple[str, int, bool]) -> tuple[Action, ...]:
+        """This rank's row of the (schedule, micro-batches, reduce) program, built once."""
+        if key not in self._rows:
+            name, num_micro_batches, reduce = key
+            pp = self.mesh[PP]
+            is_training = name != "forward"
+            built = (
+                program(name, pp.size, num_micro_batches, reduce)
+                if is_training
+                else forward_program(pp.size, num_micro_batches)
+            )
+            self._rows[key] = built.rows[pp.index]
+        return self._rows[key]
+
+    def constants(self) -> list[torch.Tensor]:
+        """Tables that the model keeps besides its parameters, such as rotary positions."""
+        return [buffer for buffer in self._model.buffers() if buffer is not None]
+
+    def own_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` on the one rank of a tp group that counts it, zero on the others."""
+        return loss if self.mesh[TP].index == 0 else torch.zeros_like(loss)
+
+    def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Counted tokens over all dp ranks, float64 scalar. Before the first backward, so that it is exact."""
+        counted = sum((labels != IGNORE).sum() for _, labels in micro_batches)
+        total = torch.as_tensor(counted, dtype=torch.float64, device=self.mesh.device).clone()
+        with self.mesh.ledger.phase("count"):
+            return all_reduce(total, self.mesh[DP])
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """ZeRO-1: every dp rank sends its updated shard of each bucket to all."""
+        dp = self.mesh[DP]
+        with self.mesh.ledger.phase("parameters"):
+            works = []
+            for bucket in self.states.buckets:
+                start, stop = bucket.layout.shard(dp.size, dp.index)
+                works.append(all_gather_start(bucket.parameters, bucket.parameters[start:stop], dp))
+            for work in works:
+                work.wait()
+
+    def zero_gradients(self) -> None:
+        """Start a new step."""
+        self.states.zero_gradients()
+        self._pending_reduction = False
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _plain_weights(model: nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    missing = [p.name for p in spec.parameters() if p.name not in weights]
+    if missing:
+        raise InputError(f"the model does not fit its spec: no parameter `{missing[0]}`")
+    return weights

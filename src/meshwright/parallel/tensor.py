@@ -1,0 +1,87 @@
+"""1D tensor parallelism (Megatron-LM, Shoeybi et al. 2019 §3): columns, then rows.
+
+What it divides:
+
+    x [T,h] ──copy_to──▶ x · q,k,v / gate,up (columns, heads)  ──▶ x_i · o / down (rows) ──reduce_from──▶ y [T,h]
+              AR in backward      local heads, local ffn                                  AR in forward
+
+What it needs: rules `tp-heads`, `tp-kv-heads`, `tp-ffn`, `tp-vocab`.
+What it costs: 2 all-reduces of b·s·h per layer forward and 2 backward; `cost.traffic`, axis tp.
+The plain modules are the base: with tp = 1 the same code runs over an axis of size 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.comm.differentiable import copy_to, reduce_from
+from meshwright.comm.mesh import Axis
+from meshwright.core.model import ModelSpec, ParamSpec
+from meshwright.core.placement import TP_DIMS, dim_range
+
+REGIONS = ("attention", "mlp", "head")
+"""Modules whose input is whole on every rank and whose inside is sharded."""
+
+
+class RowParallelLinear(nn.Module):
+    """y = all_reduce(x_i · W_iᵀ) + b. Input [.., in/t], output [.., out], whole on every rank."""
+
+    def __init__(self, plain: nn.Linear, axis: Axis) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.bias = plain.bias
+        self.axis = axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = reduce_from(F.linear(x, self.weight), self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows [first, first + n) of the table; other ids give zeros, and the sum over tp is the lookup."""
+
+    def __init__(self, plain: nn.Embedding, axis: Axis, first: int, num_rows: int) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.axis = axis
+        self.first = first
+        self.num_rows = num_rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        local = ids - self.first
+        outside = (local < 0) | (local >= self.num_rows)
+        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        return reduce_from(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.axis)
+
+
+def apply(model: nn.Module, spec: ModelSpec, axis: Axis) -> None:
+    """Replace modules and hook inputs in place. Weights are cut elsewhere, by placement."""
+    for param in spec.parameters():
+        path, _, attribute = param.name.rpartition(".")
+        if attribute == "weight" and (replacement := _replacement(model, path, param, spec, axis)) is not None:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacement)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in REGIONS:
+            module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], axis), *inputs[1:]))
+
+
+def _replacement(model: nn.Module, path: str, param: ParamSpec, spec: ModelSpec, axis: Axis) -> nn.Module | None:
+    module = _find(model, path)
+    if isinstance(module, nn.Linear) and param.dims[1] in TP_DIMS:
+        return RowParallelLinear(module, axis)
+    if isinstance(module, nn.Embedding) and param.dims[0] in TP_DIMS:
+        return VocabParallelEmbedding(
+            module, axis, *dim_range(spec, param.dims[0], param.shape[0], axis.size, axis.index)
+        )
+    return None
+
+
+def _find(model: nn.Module, path: str) -> nn.Module | None:
+    """The submodule, or None where the pipeline has cut it away."""
+    module: nn.Module | None = model
+    for name in path.split("."):
+        module = module._modules.get(name) if module is not None else None
+    return module

@@ -1,0 +1,151 @@
+"""Engine: what a user's own loop is written on. `parallelize` a plain model, then step, evaluate, save, load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint import store
+from meshwright.checkpoint.pieces import Piece, bucket_pieces
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.mesh import Mesh, start
+from meshwright.core.axes import DP
+from meshwright.core.measures import Traffic
+from meshwright.core.placement import kv_replicas
+from meshwright.core.plan import Plan
+from meshwright.models import hf, init
+from meshwright.parallel.apply import ParallelModel
+from meshwright.parallel.pipeline import MicroBatch
+from meshwright.train.optimizer import FlatOptimizer, OptimizerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step, the same on every rank. Tensors stay on the device; read them when you need them."""
+
+    loss: torch.Tensor
+    """Mean loss per counted token of the whole global batch."""
+    grad_norm: torch.Tensor
+    """Global norm of the gradient before clipping."""
+
+
+class Engine:
+    """A model under a plan, with its optimizer.
+
+    Built by :func:`parallelize`. All methods are collective: every rank calls them in the same order.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, options: OptimizerOptions) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh)
+        self.optimizer = FlatOptimizer(self.parallel.states, mesh, plan.strategy.zero, options)
+        self.last_traffic = Traffic()
+        """What this rank sent in the last step."""
+
+    def initialize(self, seed: int) -> None:
+        """Fresh weights, the same whatever the layout."""
+        params = {p.name: p for p in self.plan.model.parameters()}
+        self.parallel.states.fill(lambda at: init.initial_box(params[at.name], self.plan.model, at.box, seed))
+        self.optimizer.sync_master()
+
+    def load_pretrained(self, folder: Path | str) -> None:
+        """Weights of a Hugging Face checkpoint; each rank reads its own boxes only."""
+        params = {p.name: p for p in self.plan.model.parameters()}
+        self.parallel.states.fill(lambda at: hf.read_box(Path(folder), self.plan.model, params[at.name], at.box))
+        self.optimizer.sync_master()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, reduce: bool = True) -> torch.Tensor:
+        """See :meth:`ParallelModel.forward_backward`."""
+        return self.parallel.forward_backward(micro_batches, reduce=reduce)
+
+    def update(self, loss: torch.Tensor, learning_rate: float) -> StepStats:
+        """Norm, clip, optimizer step, parameters gathered, gradients cleared.
+
+        Args:
+            loss: what :meth:`forward_backward` returned (summed, if it was called several times).
+        """
+        norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
+        self.optimizer.update(learning_rate, norm)
+        if self.plan.strategy.zero:
+            self.parallel.gather_parameters()
+        self.parallel.zero_gradients()
+        self.last_traffic = self.mesh.ledger.take()
+        return StepStats(total, norm)
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
+        """One whole training step on this dp rank's micro-batches (the same on all its tp and pp ranks)."""
+        return self.update(self.forward_backward(micro_batches), learning_rate)
+
+    def evaluate(self, rounds: Iterable[Sequence[MicroBatch]]) -> float:
+        """Mean loss per counted token over all rounds, without gradients; every rank returns it."""
+        sums = [self.parallel.evaluate(micro_batches) for micro_batches in rounds]
+        self.mesh.ledger.take()
+        return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
+
+    def save(
+        self, folder: Path | str, step: int, extra: dict[str, Any] | None = None, *, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint that any other layout of the same model can load."""
+        content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
+        store.save(folder, step, self._pieces(whole=False), content, keep=keep)
+
+    def load(self, folder: Path | str, step: int | None = None) -> dict[str, Any]:
+        """Read the newest (or the given) checkpoint, saved under any layout. Returns its extra values."""
+        extra = store.load(folder, self._pieces(whole=True), step)
+        self.optimizer.step_count.fill_(extra["optimizer_step"])
+        self.parallel.zero_gradients()
+        return extra
+
+    def _pieces(self, *, whole: bool) -> list[Piece]:
+        """This rank's boxes. Not `whole`: each logical element on exactly one rank, for saving."""
+        dp = self.mesh[DP]
+        pieces: list[Piece] = []
+        for shard in self.optimizer.shards:
+            layout, parameters = shard.bucket.layout, shard.bucket.parameters
+            start, stop = (0, layout.numel) if whole else layout.shard(dp.size, dp.index)
+            pieces += bucket_pieces("parameters", layout, start, parameters[start:stop], owned=not whole)
+            start, stop = max(start, shard.start), min(stop, shard.stop)
+            for kind, memory in shard.states():
+                run = memory[start - shard.start : stop - shard.start]
+                pieces += bucket_pieces(kind, layout, start, run, owned=not whole)
+        return pieces
+
+
+def make_mesh(plan: Plan) -> Mesh:
+    """This rank's mesh under `plan`, on the process group that torchrun's environment describes."""
+    start("cpu" if plan.cluster.backend == "gloo" else "cuda")
+    return Mesh.create(plan.strategy.sizes, kv_replicas=kv_replicas(plan.model, plan.strategy.tp), ledger=Ledger())
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    mesh: Mesh | None = None,
+    options: OptimizerOptions | None = None,
+    seed: int = 0,
+) -> Engine:
+    """Split a plain model over the ranks of `plan`.
+
+    Args:
+        model: built by `meshwright.build(plan.model)`. With weights on every rank they are taken over; on the meta
+            device (the default) fresh ones are drawn from `seed`, the same whatever the layout.
+        plan: what to run.
+        mesh: this rank's mesh; made from the environment if None.
+        options: the optimizer's settings.
+
+    Raises:
+        InputError: the number of ranks is not the plan's, or the model does not fit its spec.
+    """
+    fresh = any(p.is_meta for p in model.parameters())
+    options = options or OptimizerOptions(kind=plan.job.optimizer)
+    engine = Engine(model, plan, mesh or make_mesh(plan), options)
+    if fresh:
+        engine.initialize(seed)
+    return engine

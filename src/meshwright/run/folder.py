@@ -1,0 +1,72 @@
+"""A run's folder: what stands where.
+
+RUN/plan.toml  run.toml          what was asked for
+RUN/data/                        tokens and tokenizer
+RUN/metrics.jsonl  tensorboard/  what happened, step by step
+RUN/checkpoints/                 training state
+RUN/measured/rank-N.json         what each rank measured
+RUN/loss.html                    the loss curve
+RUN/logs/                        output of the ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.core.errors import InputError
+from meshwright.core.plan import Plan
+from meshwright.core.values import read_text
+from meshwright.run.options import TrainOptions
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.toml"
+
+    @property
+    def options_path(self) -> Path:
+        return self.path / "run.toml"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def measured(self) -> Path:
+        return self.path / "measured"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def refuse_existing(self) -> None:
+        """Raises InputError where a run stands here already."""
+        if self.plan_path.exists():
+            raise InputError(f"{self.path}: holds a run already; add --resume to continue it, or choose another folder")
+
+    def write(self, plan: Plan, options: TrainOptions) -> None:
+        """Write plan and options."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.options_path.write_text(options.to_toml(), encoding="utf-8")
+        plan.save(self.plan_path)
+
+    def plan(self) -> Plan:
+        """The run's plan. Raises InputError."""
+        if not self.plan_path.exists():
+            raise InputError(f"{self.path}: not a run (no plan.toml in it)")
+        return Plan.load(self.plan_path)
+
+    def options(self) -> TrainOptions:
+        """The run's options. Raises InputError."""
+        return TrainOptions.from_toml(read_text(self.options_path), str(self.options_path))

@@ -1,0 +1,150 @@
+"""AdamW and SGD over flat shards.
+
+The optimizer never sees a parameter, only runs of elements of a bucket (`core.flat.Segment`): those
+of this rank's dp shard under ZeRO-1, the whole bucket otherwise. Gradients are already summed over
+all ranks; the norm counts each logical element once (Narayanan et al. 2021; techniques 7.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.mesh import Mesh
+from meshwright.core.axes import DP, WORLD
+from meshwright.core.flat import Segment
+from meshwright.parallel.states import DTYPES, FlatBucket, FlatStates
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """Settings of the update. Weight decay is decoupled (Loshchilov & Hutter 2019) and for matrices only."""
+
+    kind: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; None never clips."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """What this rank updates of one bucket, and the state it keeps for it."""
+
+    bucket: FlatBucket
+    start: int
+    stop: int
+    master: torch.Tensor
+    """The values that are updated: a view of the parameters, or their fp32 copy."""
+    moments: tuple[torch.Tensor, ...]
+    segments: tuple[Segment, ...]
+    """Relative to the bucket."""
+    norm_segments: tuple[Segment, ...]
+    """The dp-rank's part of the bucket that counts in the norm."""
+    has_master: bool
+
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(kind, memory) of what is kept besides the parameters, by the names of a checkpoint."""
+        if self.has_master:
+            yield "master", self.master
+        yield from zip(("moment1", "moment2"), self.moments, strict=False)
+
+
+class FlatOptimizer:
+    """Updates the parameters of `states`; with `zero` each dp rank updates its own shard only."""
+
+    def __init__(self, states: FlatStates, mesh: Mesh, zero: int, options: OptimizerOptions) -> None:
+        self.options = options
+        self._states = states
+        self._mesh = mesh
+        self.step_count = torch.zeros((), dtype=torch.float32, device=mesh.device)
+        num_moments = 2 if options.kind == "adamw" else 0
+        self.shards = [self._shard(bucket, zero, num_moments) for bucket in states.buckets]
+
+    def _shard(self, bucket: FlatBucket, zero: int, num_moments: int) -> Shard:
+        dp, recipe = self._mesh[DP], self._states.recipe
+        own = bucket.layout.shard(dp.size, dp.index)
+        start, stop = own if zero else (0, bucket.layout.numel)
+        values = bucket.parameters[start:stop]
+        master = values.to(DTYPES[recipe.master], copy=True) if recipe.master else values
+        moments = tuple(
+            torch.zeros(stop - start, dtype=DTYPES[recipe.moment], device=values.device) for _ in range(num_moments)
+        )
+        counted = tuple(s for s in bucket.layout.segments(*own) if s.owned)
+        segments = bucket.layout.segments(start, stop)
+        return Shard(bucket, start, stop, master, moments, segments, counted, recipe.master is not None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of master copies and moments on this rank."""
+        return sum(memory.numel() * memory.element_size() for s in self.shards for _, memory in s.states())
+
+    @torch.no_grad()
+    def sync_master(self) -> None:
+        """Take the parameters' values over into the master copies (after initialisation or loading)."""
+        for shard in self.shards:
+            if shard.has_master:
+                shard.master.copy_(shard.bucket.parameters[shard.start : shard.stop])
+
+    @torch.no_grad()
+    def norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Global gradient norm, and `loss` summed over all ranks, in one all-reduce of two float64."""
+        pieces = [s.bucket.gradients[g.start : g.stop] for s in self.shards for g in s.norm_segments]
+        squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        wide = torch.float64 if self._states.recipe.gradient == "fp64" else torch.float32
+        for piece in pieces:
+            squares[0] += torch.linalg.vector_norm(piece, dtype=wide).double().square()
+        squares[1] = loss
+        with self._mesh.ledger.phase("norm"):
+            all_reduce(squares, self._mesh[WORLD])
+        return squares[0].sqrt(), squares[1]
+
+    @torch.no_grad()
+    def update(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """One step with gradients clipped to `clip_norm`; writes the shard's parameters."""
+        update = self._adamw if self.options.kind == "adamw" else self._sgd
+        divisor = self._clip_divisor(norm)
+        self.step_count += 1
+        for shard in self.shards:
+            gradients = shard.bucket.gradients[shard.start : shard.stop].to(shard.master.dtype)
+            update(shard, gradients, learning_rate, divisor)
+            if shard.has_master:
+                shard.bucket.parameters[shard.start : shard.stop].copy_(shard.master)
+
+    def _clip_divisor(self, norm: torch.Tensor) -> torch.Tensor:
+        """What gradients are divided by: max(1, (norm + 1e-6) / clip_norm). Stays on the device."""
+        limit = self.options.clip_norm
+        return torch.ones_like(norm) if limit is None else ((norm + 1e-6) / limit).clamp(min=1.0)
+
+    def _adamw(self, shard: Shard, gradients: torch.Tensor, learning_rate: float, divisor: torch.Tensor) -> None:
+        options, grad_scale = self.options, divisor.float()
+        if shard.master.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
+            gradients, grad_scale = gradients / divisor, None
+        for decay in (True, False):
+            runs = [slice(s.start - shard.start, s.stop - shard.start) for s in shard.segments if s.decay == decay]
+            if not runs:
+                continue
+            adamw(
+                [shard.master[run] for run in runs],
+                [gradients[run] for run in runs],
+                *([moment[run] for run in runs] for moment in shard.moments),
+                [],
+                [self.step_count - 1 for _ in runs],
+                fused=True,
+                grad_scale=grad_scale,
+                amsgrad=False,
+                beta1=options.betas[0],
+                beta2=options.betas[1],
+                lr=learning_rate,
+                weight_decay=options.weight_decay if decay else 0.0,
+                eps=options.eps,
+                maximize=False,
+            )
+
+    def _sgd(self, shard: Shard, gradients: torch.Tensor, learning_rate: float, divisor: torch.Tensor) -> None:
+        shard.master.sub_(gradients / divisor.to(gradients.dtype), alpha=learning_rate)

@@ -1,0 +1,60 @@
+"""Tiny models and plans for tests of parallel runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.core.cluster import ClusterSpec, Device, Link
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
+
+SEQ_LENGTH = 8
+
+
+def llama(**changes: Any) -> ModelSpec:
+    """Gated, RMSNorm, rotary, grouped key/value heads; odd vocabulary, layers that few degrees divide."""
+    shape: dict[str, Any] = {
+        "name": "tiny-llama", "family": "llama", "vocab_size": 29, "hidden_size": 16, "num_layers": 5,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "ffn_size": 24, "max_positions": 64, "norm": "rmsnorm",
+        "positions": "rope", "activation": "silu", "gated_mlp": True, "tied_embeddings": False,
+    }  # fmt: skip
+    return ModelSpec(**{**shape, **changes})
+
+
+def qwen3(**changes: Any) -> ModelSpec:
+    """Norms on q and k, tied embeddings, one key/value head: every kind of partial gradient at once."""
+    return llama(**{"name": "tiny-qwen3", "family": "qwen3", "qk_norm": True, "tied_embeddings": True,
+                    "num_kv_heads": 1, **changes})  # fmt: skip
+
+
+def gpt2(**changes: Any) -> ModelSpec:
+    """LayerNorm, learned positions, biases everywhere, plain MLP, tied embeddings."""
+    return llama(**{"name": "tiny-gpt2", "family": "gpt2", "norm": "layernorm", "positions": "learned",
+                    "activation": "gelu_tanh", "gated_mlp": False, "qkv_bias": True, "out_bias": True,
+                    "mlp_bias": True, "tied_embeddings": True, "num_kv_heads": 4, **changes})  # fmt: skip
+
+
+def cluster(num_ranks: int) -> ClusterSpec:
+    """CPU ranks of one machine, with round numbers."""
+    device = Device(
+        name="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e10, peak_flops_per_s={"fp32": 1e10, "fp64": 5e9}
+    )
+    link = Link(name="loopback", bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+    return ClusterSpec(
+        name="test", num_nodes=1, devices_per_node=num_ranks, device=device, intra_link=link, inter_link=link,
+        backend="gloo",
+    )  # fmt: skip
+
+
+def make_plan(model: ModelSpec, **strategy: Any) -> Plan:
+    """A plan whose batch and cluster follow from the strategy."""
+    split = Strategy(**{"precision": "fp64", "bucket_bytes": 4000, "micro_batch_size": 1, **strategy})
+    batch = split.dp * split.num_micro_batches * split.micro_batch_size
+    return Plan(
+        model=model,
+        cluster=cluster(split.world_size),
+        job=Job(seq_length=SEQ_LENGTH, global_batch_size=batch),
+        strategy=split,
+    )
