@@ -48,7 +48,8 @@ def test_figure_has_one_bar_per_action() -> None:
     assert bars == {"forward": 32, "backward": 32}
     forward = next(trace for trace in drawing.data if trace.name == "forward")
     assert set(forward.text) == {str(k) for k in range(8)}
-    assert "27.3%" in drawing.layout.title.text
+    assert drawing.layout.title.text == "1f1b: bubble 27.3% of 33 s"
+    assert figure(program("1f1b", 4, 8)).layout.title.text == "1f1b: bubble 27.3% of 33 slots"
 
 
 def test_trace_holds_work_and_transfers_of_every_rank() -> None:

@@ -68,10 +68,11 @@ def figure(drawn: Program | Timeline) -> go.Figure:
     letters = _stage_letters(timeline.program)
     bars = [_bars(timeline, kind, letters) for kind in _COLORS]
     drawing = go.Figure([go.Bar(**bar) for bar in bars if bar["y"]])
+    unit, axis = ("s", "seconds") if isinstance(drawn, Timeline) else ("slots", "slots (forward 1, backward 2)")
     drawing.update_layout(
         barmode="overlay",
-        title=f"{timeline.program.name}: bubble {timeline.bubble_fraction:.1%} of {timeline.makespan_s:.4g} s",
-        xaxis_title="time" if isinstance(drawn, Timeline) else "time (forward = 1, backward = 2)",
+        title=f"{timeline.program.name}: bubble {timeline.bubble_fraction:.1%} of {timeline.makespan_s:.4g} {unit}",
+        xaxis_title=axis,
         yaxis={"autorange": "reversed"},
         bargap=0.15,
         template="plotly_white",
