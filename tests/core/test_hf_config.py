@@ -137,7 +137,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {
         "vocab_size": 64, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32,
     }  # fmt: skip
     if family == "gpt2":
         sizes = {"vocab_size": 64, "n_embd": 256, "n_layer": 2, "n_head": 2, "n_positions": 32}

@@ -1,0 +1,114 @@
+"""Boxes tile every parameter; ownership counts each element once; query heads meet their key/value heads."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from meshwright.core.axes import ALL_AXES, MESH_ORDER, PP, PP_ENDS, TP, TP_KV, coordinates_of, rank_of
+from meshwright.core.flat import make_buckets
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import Placement, placements
+from meshwright.core.sources import load_model
+from meshwright.core.strategy import Strategy
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (4, 3), (8, 2), (2, 5)]
+"""(tp, pp)."""
+
+
+def _spec(family: str, tied: bool = False) -> ModelSpec:
+    small = {"num_layers": 5, "hidden_size": 16, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "ffn_size": 24}
+    if family == "gpt2":
+        small["num_kv_heads"] = 8
+    changes = {**small, "vocab_size": 13, "max_positions": 7, "tied_embeddings": tied}
+    return load_model({"gpt2": "gpt2", "qwen3": "qwen3-8b", "mixtral": "mixtral-8x7b"}[family]).model_copy(
+        update=changes
+    )
+
+
+def _everywhere(spec: ModelSpec, strategy: Strategy) -> list[tuple[dict[str, int], Placement]]:
+    return [
+        ({PP: stage, "dp": 0, TP: index}, placement)
+        for stage, index in product(range(strategy.pp), range(strategy.tp))
+        for placement in placements(spec, strategy, {PP: stage, "dp": 0, TP: index})
+    ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_owned_once_and_held(layout: tuple[int, int], family: str, tied: bool) -> None:
+    spec, strategy = _spec(family, tied), Strategy(tp=layout[0], pp=layout[1])
+    owned = {param.name: np.zeros(param.shape, dtype=int) for param in spec.parameters()}
+    for _, placement in _everywhere(spec, strategy):
+        owned[placement.name][placement.box.slices] += placement.owned
+    assert all((count == 1).all() for count in owned.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_query_heads_meet_their_key_value_heads(tp: int) -> None:
+    spec = _spec("qwen3")
+    per_kv = spec.num_heads // spec.num_kv_heads
+    for index in range(tp):
+        held = {p.name: p.box for p in placements(spec, Strategy(tp=tp), {PP: 0, "dp": 0, TP: index})}
+        query, key = held["layers.0.attention.q.weight"], held["layers.0.attention.k.weight"]
+
+        def rows(box: object) -> set[int]:
+            rows = box.slices[0]  # type: ignore[attr-defined]
+            assert rows.start % spec.head_dim == rows.stop % spec.head_dim == 0
+            return set(range(rows.start // spec.head_dim, rows.stop // spec.head_dim))
+
+        assert {head // per_kv for head in rows(query)} == rows(key)
+
+
+def test_what_must_be_summed() -> None:
+    spec, strategy = _spec("qwen3", tied=True), Strategy(tp=4, pp=2)
+    sums = {placement.name: placement.sum_over for _, placement in _everywhere(spec, strategy)}
+    assert sums["layers.0.attention.q_norm.weight"] == (TP,)
+    assert sums["layers.0.attention.k.weight"] == (TP_KV,)
+    assert sums["embedding.weight"] == (PP_ENDS,)
+    assert sums["layers.0.attention.q.weight"] == sums["layers.0.mlp_norm.weight"] == ()
+    assert set().union(*sums.values()) <= set(ALL_AXES)
+    alone = [placement.sum_over for _, placement in _everywhere(spec, Strategy())]
+    assert set(alone) == {()}
+
+
+def test_layers_that_do_not_divide_stand_on_one_stage_each() -> None:
+    for layers, pp in ((30, 4), (5, 4), (7, 7), (12, 5)):
+        stages = Strategy(pp=pp).stage_layers(layers)
+        assert [layer for stage in stages for layer in stage] == list(range(layers))
+        assert min(len(stage) for stage in stages) >= 1
+        assert max(len(stage) for stage in stages) - min(len(stage) for stage in stages) <= 1
+
+
+def test_rank_order_puts_tp_innermost() -> None:
+    sizes = {"pp": 2, "dp": 3, "tp": 4}
+    assert [rank_of(coordinates_of(rank, sizes), sizes) for rank in range(24)] == list(range(24))
+    assert coordinates_of(1, sizes) == {"pp": 0, "dp": 0, "tp": 1}
+    assert tuple(coordinates_of(0, sizes)) == MESH_ORDER
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+@pytest.mark.parametrize("cap_bytes", [1, 2000, 10**9])
+def test_buckets_hold_each_parameter_once(dp: int, cap_bytes: int) -> None:
+    held = placements(_spec("qwen3", tied=True), Strategy(tp=4, pp=2), {PP: 0, "dp": 0, TP: 1})
+    buckets = make_buckets(held, dp, cap_bytes, 4)
+    assert sorted(slot.placement.name for b in buckets for slot in b.slots) == sorted(p.name for p in held)
+    for bucket in buckets:
+        assert bucket.numel % dp == 0
+        assert {slot.placement.sum_over for slot in bucket.slots} == {bucket.sum_over}
+        covered = np.zeros(bucket.numel, dtype=int)
+        for slot in bucket.slots:
+            covered[slot.start : slot.stop] += 1
+        assert covered.max() == 1
+        assert bucket.numel - covered.sum() < dp
+        pieces = np.zeros(bucket.numel, dtype=int)
+        for index in range(dp):
+            for segment in bucket.segments(*bucket.shard(dp, index)):
+                pieces[segment.start : segment.stop] += 1
+                for slot in bucket.slots:
+                    if slot.start < segment.stop and segment.start < slot.stop:
+                        assert (slot.placement.decay, slot.placement.owned) == (segment.decay, segment.owned)
+        assert (pieces == covered).all()

@@ -1,0 +1,89 @@
+"""The table of rules: each rule can be broken alone, and the error names it, the numbers and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.core.errors import RuleError
+from meshwright.core.job import Job
+from meshwright.core.plan import Plan
+from meshwright.core.rules import RULES, check, nearest_legal, violations
+from meshwright.core.sources import Machine, load_model, local_cluster
+from meshwright.core.strategy import Strategy
+
+
+def _case(num_ranks: int, strategy: dict[str, Any], model: dict[str, Any], job: dict[str, int]) -> Any:
+    small = {"num_layers": 4, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 48, "vocab_size": 64}
+    spec = load_model("llama-3-8b").model_copy(update={**small, **model})
+    cluster = local_cluster(num_ranks, Machine(num_cores=2, memory_bytes=2**34))
+    return Strategy(**strategy), spec, cluster, Job(**{"seq_length": 16, "global_batch_size": 12, **job})
+
+
+BROKEN = {
+    "world": (8, {"dp": 2, "num_micro_batches": 6}, {}, {}, "= 2 ranks.*has 8"),
+    "tp-heads": (8, {"tp": 8, "num_micro_batches": 12}, {}, {}, "tp=8 does not divide the heads 12"),
+    "tp-kv-heads": (6, {"tp": 6, "num_micro_batches": 12}, {}, {}, "tp=6 and 4 key/value heads"),
+    "tp-ffn": (4, {"tp": 4, "num_micro_batches": 12}, {"ffn_size": 50}, {}, "tp=4 does not divide.*50"),
+    "tp-vocab": (4, {"tp": 4, "num_micro_batches": 12}, {"vocab_size": 3}, {}, "tp=4.*3 rows"),
+    "pp-layers": (6, {"pp": 6, "num_micro_batches": 12}, {}, {}, "pp=6.*4 layers"),
+    "pp-layer-list": (
+        2,
+        {"pp": 2, "num_micro_batches": 12, "layers_per_stage": (3, 2)},
+        {},
+        {},
+        r"\[3, 2\] for pp=2 and 4 layers",
+    ),
+    "batch": (2, {"dp": 2, "num_micro_batches": 5}, {}, {}, "= 10 sequences.*12"),
+    "positions": (
+        1,
+        {"num_micro_batches": 12},
+        {"positions": "learned", "max_positions": 8},
+        {},
+        "seq_length=16.*8 learned positions",
+    ),
+}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(BROKEN) == {rule.id for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_rule_is_broken_and_named(rule: str) -> None:
+    *case, message = BROKEN[rule]
+    strategy, spec, cluster, job = _case(*case)
+    assert rule in [violation.rule.id for violation in violations(strategy, spec, cluster, job)]
+    with pytest.raises(RuleError, match=message) as raised:
+        check(strategy, spec, cluster, job)
+    text = str(raised.value)
+    assert f"rule `{rule}`" in text
+    assert "because" in text
+    assert "legal" in text
+    with pytest.raises(RuleError):
+        Plan(model=spec, cluster=cluster, job=job, strategy=strategy)
+
+
+@pytest.mark.parametrize("rule", [r for r in BROKEN if r not in ("positions",)])
+def test_nearest_legal_is_legal(rule: str) -> None:
+    *case, _ = BROKEN[rule]
+    strategy, spec, cluster, job = _case(*case)
+    near = nearest_legal(strategy, spec, cluster, job)
+    assert near is not None
+    assert violations(near, spec, cluster, job) == []
+    assert near.world_size == cluster.num_devices
+
+
+def test_when_no_split_is_legal_the_error_says_so() -> None:
+    strategy, spec, cluster, job = _case(7, {"dp": 7}, {}, {})
+    assert nearest_legal(strategy, spec, cluster, job) is None
+    with pytest.raises(RuleError, match="no split of this job over this cluster is legal"):
+        check(strategy, spec, cluster, job)
+
+
+def test_plan_file_round_trip(tmp_path: Any) -> None:
+    strategy, spec, cluster, job = _case(4, {"dp": 2, "tp": 2, "num_micro_batches": 6}, {}, {})
+    plan = Plan(model=spec, cluster=cluster, job=job, strategy=strategy, why="it fits")
+    plan.save(tmp_path / "plan.toml")
+    assert Plan.load(tmp_path / "plan.toml") == plan
