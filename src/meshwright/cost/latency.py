@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from meshwright.core.axes import PP
 from meshwright.core.cluster import ClusterSpec
@@ -184,34 +185,54 @@ def boundaries_s(model: ModelSpec, job: Job, strategy: Strategy, cluster: Cluste
     return tuple(flat_s("send", payload, 2, link, cluster.backend) for link in links)
 
 
-def pipeline_s(costs: StepCosts, strategy: Strategy) -> float:
-    """Makespan of the pipeline in closed form; exact for equal stages without transfer time.
+def stage_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
+    """When each stage ends its last backward, in closed form; the first of them is the pipeline's makespan.
 
-    The first micro-batch passes every stage twice. Each further one adds the time of the slowest stage; under 1F1B,
-    where stage r holds at most p−r micro-batches, at least the round trip from r over the p−r they share.
+    The way of the first micro-batch, and what the others add at least: a lower bound on what the clock finds, exact
+    for equal stages without transfer time. What a stage adds also delays the stages before it.
     """
-    m, p = strategy.num_micro_batches, strategy.pp
-    work = [stage.forward_s + stage.backward_s for stage in costs.stages]
-    there_and_back = [2 * seconds for seconds in costs.boundaries_s] + [0.0]
-    once = sum(work) + sum(there_and_back)
+    added = accumulate(reversed(_added_s(costs, strategy)), max)
+    alone = accumulate(
+        (stage.backward_s + link for stage, link in zip(reversed(costs.stages), _links_after(costs), strict=True)),
+        initial=sum(stage.forward_s for stage in costs.stages) + sum(costs.boundaries_s),
+    )
+    next(alone)
+    return [end + more for end, more in zip(alone, added, strict=True)][::-1]
+
+
+def _links_after(costs: StepCosts) -> list[float]:
+    """Transfer seconds behind each stage, last stage first; behind the last there is none."""
+    return [0.0, *reversed(costs.boundaries_s)]
+
+
+def _added_s(costs: StepCosts, strategy: Strategy) -> list[float]:
+    """Per stage, the seconds that micro-batches after the first add at least before it ends."""
+    further = strategy.num_micro_batches - 1
+    stages, slowest_link = costs.stages, max(costs.boundaries_s, default=0.0)
+    work = [stage.forward_s + stage.backward_s for stage in stages]
     if strategy.schedule == "naive":
-        return m * once
+        return [further * (sum(work) + 2 * sum(costs.boundaries_s))] * len(stages)
     if strategy.schedule == "gpipe":
-        slowest = max(s.forward_s for s in costs.stages) + max(s.backward_s for s in costs.stages)
-        return once + (m - 1) * slowest
-    trip, rate = 0.0, max(work)
-    for stage in reversed(range(p)):
-        trip += work[stage] + there_and_back[stage]
-        rate = max(rate, trip / min(p - stage, m))
-    return once + (m - 1) * rate
+        forward_s = max(slowest_link, *(stage.forward_s for stage in stages))
+        links = _links_after(costs)[::-1]
+        return [further * (forward_s + max(s.backward_s, link)) for s, link in zip(stages, links, strict=True)]
+    trips = accumulate(w + 2 * link for w, link in zip(reversed(work), _links_after(costs), strict=True))
+    held = (_further_1f1b_s(further, n, stage, trip) for n, (stage, trip) in enumerate(zip(stages[::-1], trips), 1))
+    return [max(further * slowest_link, seconds) for seconds in held][::-1]
 
 
-def stage_ends_s(costs: StepCosts, makespan_s: float) -> list[float]:
-    """When each stage ends its last backward, in closed form: the last gradient still has to reach stage 0."""
-    ends = [makespan_s]
-    for stage, boundary_s in zip(costs.stages[:-1], costs.boundaries_s, strict=True):
-        ends.append(ends[-1] - stage.backward_s - boundary_s)
-    return ends
+def _further_1f1b_s(further: int, num_held: int, stage: StageCosts, trip_s: float) -> float:
+    """What `further` micro-batches add on a stage that holds at most `num_held` at once.
+
+    `trip_s` is the way of one micro-batch from this stage to the last and back. Two waits bound the time: the first
+    backward and the last one each come a whole trip after their forward, with the other work between; and of every
+    `num_held`-th micro-batch the trip begins when the one before has ended its own.
+    """
+    if further < num_held:
+        return further * max(stage.forward_s, stage.backward_s)
+    between = (further - num_held) * (stage.forward_s + stage.backward_s) + trip_s
+    num_trips, rest = divmod(further, num_held)
+    return max(between, num_trips * trip_s + rest * stage.backward_s)
 
 
 def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> StepTime:
@@ -236,7 +257,7 @@ def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[Te
         work[term.name] = work.get(term.name, 0.0) + m * term.seconds
     return (
         *(Term(name, seconds) for name, seconds in work.items()),
-        Term("bubble and transfers", time.pipeline_s - sum(work.values())),
+        Term("bubble and transfers", max(0.0, time.pipeline_s - sum(work.values()))),
         Term("data-parallel communication", time.data_comm_exposed_s),
         Term("optimizer", time.optimizer_s),
     )

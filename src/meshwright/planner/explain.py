@@ -72,8 +72,13 @@ def _verdict(winner: Forecast, priced: Sequence[Forecast], model: ModelSpec, clu
     return (
         f"{winner.strategy.describe()} is the fastest of {num_fitting} strategies that fit ({len(priced)} legal): "
         f"{format_time(seconds)} per step, {job.tokens_per_step / seconds:,.0f} tokens/s, "
-        f"{share:.0%} of the devices' peak."
+        f"{share:.0%} of the devices' peak.{_stages(winner.strategy)}"
     )
+
+
+def _stages(strategy: Strategy) -> str:
+    counts = strategy.layers_per_stage
+    return f" Its stages hold {', '.join(map(str, counts))} layers, so that the head is balanced." if counts else ""
 
 
 def _limits(winner: Forecast, pricer: Pricer) -> str:
@@ -83,9 +88,7 @@ def _limits(winner: Forecast, pricer: Pricer) -> str:
     listed = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     losses = [(share, name) for name, share in shares if name not in ("layers", "head")]
     share, name = max(losses)
-    limit = (
-        f"; beside computing, {name} cost{'s' if name != 'bubble and transfers' else ''} most" if share >= 0.005 else ""
-    )
+    limit = f"; the largest loss is {name}" if share >= 0.005 else ""
     return f"The step is {listed}{limit}."
 
 
@@ -115,7 +118,7 @@ def _against(winner: Forecast, like: Sequence[Forecast], pricer: Pricer) -> str:
     if not fitting:
         closest = min(like, key=lambda f: f.memory.total_bytes)
         return f"nothing fits: the closest, {closest.strategy.describe()}, {closest.limit}"
-    best = min(fitting, key=lambda f: f.step_time.total_s)
+    best = min(fitting, key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
     slower = best.step_time.total_s / winner.step_time.total_s - 1
     name = best.strategy.describe()
     if slower < 0.0005:

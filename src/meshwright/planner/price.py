@@ -20,7 +20,6 @@ from meshwright.cost.latency import (
     StepCosts,
     Term,
     boundaries_s,
-    pipeline_s,
     stage_costs,
     stage_ends_s,
     step_terms,
@@ -86,14 +85,13 @@ class Pricer:
     def forecast(self, strategy: Strategy) -> Forecast:
         """Memory and traffic exactly; seconds in closed form."""
         costs = self.step_costs(strategy)
-        ends_s = stage_ends_s(costs, pipeline_s(costs, strategy))
         stage, breakdown = self._fullest(strategy)
         return Forecast(
             strategy=strategy,
             memory=breakdown,
             rank=rank_of({PP: stage, DP: 0, TP: 0}, strategy.sizes),
             traffic=self._stage(strategy, stage)[0],
-            step_time=step_time(costs, strategy, ends_s),
+            step_time=step_time(costs, strategy, stage_ends_s(costs, strategy)),
             usable_memory_bytes=self.cluster.usable_memory_bytes,
         )
 

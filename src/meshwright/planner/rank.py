@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.planner.advise import advise
+from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import Refusal, strategies
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
@@ -25,8 +27,9 @@ class Options:
 
     num_ranked: int = 8
     num_simulated: int = 3
+    """The first so many of the shown ones."""
     max_simulated: int = 12
-    """Where the clock overturns the closed form's order, it goes on until the first has been replayed."""
+    """To find the first, where the clock overturns the closed form's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,12 @@ def plan(
     fitting = in_order(f for f in priced if f.fits)
     if not fitting:
         raise nothing_fits(model, cluster, job, wanted, priced)
-    ranked = settle(distinct(fitting)[: options.num_ranked], pricer.simulate, options)
+    evener = [pricer.forecast(s) for s in balanced(best_of_each_kind(fitting), model, job)]
+    fitting = in_order([*fitting, *(f for f in evener if f.fits)])
+    settled = settle(fitting, pricer.simulate, 1, options.max_simulated)
+    ranked = settle(distinct(settled)[: options.num_ranked], pricer.simulate, options.num_simulated)
     advice = tuple(advise(model, cluster, job))
-    why = explain(ranked[0], priced, space.refused, pricer, advice)
+    why = explain(ranked[0], [*priced, *evener], space.refused, pricer, advice)
     return PlanResult(
         plan=Plan(model=model, cluster=cluster, job=job, strategy=ranked[0].strategy, why=why),
         forecast=ranked[0],
@@ -89,13 +95,17 @@ def plan(
         pareto=tuple(pareto_front(fitting)),
         refused=tuple(summarise(space.refused, priced)),
         advice=advice,
-        num_priced=len(priced),
+        num_priced=len(priced) + len(evener),
     )
 
 
 def in_order(forecasts: Iterable[Forecast]) -> list[Forecast]:
     """Fastest first; of equally fast ones the smaller."""
-    return sorted(forecasts, key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+    return sorted(forecasts, key=_order)
+
+
+def _order(forecast: Forecast) -> tuple[float, int]:
+    return forecast.step_time.total_s, forecast.memory.total_bytes
 
 
 def degrees(strategy: Strategy) -> tuple[int, int, int]:
@@ -111,6 +121,15 @@ def distinct(ordered: Iterable[Forecast]) -> list[Forecast]:
     return list(first.values())
 
 
+def best_of_each_kind(ordered: Iterable[Forecast]) -> list[Strategy]:
+    """The first strategy of each (dp, tp, pp, ZeRO stage, recompute)."""
+    first: dict[tuple[object, ...], Strategy] = {}
+    for forecast in ordered:
+        strategy = forecast.strategy
+        first.setdefault((*degrees(strategy), strategy.zero, strategy.recompute), strategy)
+    return list(first.values())
+
+
 def pareto_front(ordered: Iterable[Forecast]) -> list[Forecast]:
     """Of forecasts in order of time, those that need less memory than every faster one."""
     front: list[Forecast] = []
@@ -120,19 +139,22 @@ def pareto_front(ordered: Iterable[Forecast]) -> list[Forecast]:
     return front
 
 
-def settle(ordered: Sequence[Forecast], simulate: Callable[[Forecast], Forecast], options: Options) -> list[Forecast]:
-    """Replay the best with the clock, best first, until the first `num_simulated` have been replayed.
+def settle(
+    ordered: Iterable[Forecast], simulate: Callable[[Forecast], Forecast], count: int, budget: int = 100
+) -> list[Forecast]:
+    """Replay the best with the clock, best first, until the first `count` have been replayed.
 
-    The closed form is a lower bound on the clock's time, so a replayed forecast that stays first is the fastest of all.
+    The closed form is a lower bound on the clock's time, so a replayed forecast that stays first is the fastest of
+    all. Where `budget` replays do not settle it, replayed forecasts stand before the others.
     """
     ranked = list(ordered)
-    for _ in range(options.max_simulated):
-        open_places = [i for i, f in enumerate(ranked[: options.num_simulated]) if not f.simulated]
-        if not open_places:
-            break
-        ranked[open_places[0]] = simulate(ranked[open_places[0]])
-        ranked = in_order(ranked)
-    return ranked
+    for _ in range(budget):
+        waiting = next((i for i, f in enumerate(ranked[:count]) if not f.simulated), None)
+        if waiting is None:
+            return ranked
+        replayed = simulate(ranked.pop(waiting))
+        insort(ranked, replayed, key=_order)
+    return sorted(ranked, key=lambda f: (not f.simulated, _order(f)))
 
 
 def summarise(refused: Sequence[Refusal], priced: Sequence[Forecast]) -> list[RefusalSummary]:

@@ -1,0 +1,45 @@
+"""Layers per stage so that no stage sets a needlessly slow pace: the head is work that an even split forgets.
+
+Source: Narayanan et al. 2019 (PipeDream) §3.1, for layers of equal cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+from meshwright.cost.flops import stage_flops
+
+
+def balance(num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
+    """Counts that make the slowest stage fastest, each at least 1; `head` is the last stage's extra work, in layers.
+
+    Each further layer goes where the result costs least; of equals to an inner stage, since the ends hold embedding
+    and head.
+    """
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]
+    counts = [1] * num_stages
+    extra = [0.0] * (num_stages - 1) + [head]
+    for _ in range(num_layers - num_stages):
+        counts[min(order, key=lambda stage: counts[stage] + extra[stage])] += 1
+    return tuple(counts)
+
+
+def head_in_layers(model: ModelSpec, job: Job, strategy: Strategy) -> float:
+    """Training FLOPs of the head over those of one layer on a rank; recomputation repeats layers only."""
+    whole = strategy.model_copy(update={"pp": 1, "layers_per_stage": None})
+    flops = stage_flops(model, job, whole, 0)
+    per_layer = flops.layers / model.num_layers * (4 if strategy.recompute == "full" else 3)
+    return 3 * flops.head / per_layer
+
+
+def balanced(strategies: Iterable[Strategy], model: ModelSpec, job: Job) -> Iterator[Strategy]:
+    """The pipelines among `strategies` with balanced instead of even stages, where that is another split."""
+    for strategy in strategies:
+        if strategy.pp == 1 or strategy.layers_per_stage is not None:
+            continue
+        counts = balance(model.num_layers, strategy.pp, head_in_layers(model, job, strategy))
+        if counts != tuple(len(layers) for layers in strategy.stage_layers(model.num_layers)):
+            yield strategy.model_copy(update={"layers_per_stage": counts})

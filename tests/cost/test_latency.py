@@ -1,0 +1,328 @@
+"""Seconds: collectives against hand-worked values, routes against brute force, the pipeline against the clock."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from meshwright.core.axes import DP, PP, PP_ENDS, TP, coordinates_of
+from meshwright.core.cluster import ClusterSpec, Device, Link
+from meshwright.core.errors import InputError
+from meshwright.core.job import Job
+from meshwright.core.measures import StepTime
+from meshwright.core.model import ModelSpec
+from meshwright.core.program import Action, Kind
+from meshwright.core.strategy import Strategy
+from meshwright.cost.flops import hardware_flops
+from meshwright.cost.latency import (
+    StageCosts,
+    StepCosts,
+    Term,
+    boundaries_s,
+    optimizer_s,
+    stage_costs,
+    stage_ends_s,
+    step_terms,
+    step_time,
+)
+from meshwright.cost.network import boundary_link, flat_s, route
+from meshwright.cost.params import local_parameters
+from meshwright.cost.traffic import traffic
+from meshwright.schedule.build import program
+from meshwright.schedule.closed_form import bubble_fraction, makespan_s
+from meshwright.sim.clock import simulate
+
+INTRA = Link(name="inside", bandwidth_bytes_per_s=100e9, latency_s=2e-6)
+INTER = Link(name="between", bandwidth_bytes_per_s=10e9, latency_s=10e-6)
+FREE = Link(name="free", bandwidth_bytes_per_s=1e30, latency_s=0)
+
+
+def cluster(num_nodes: int, per_node: int, backend: str = "nccl", **change: object) -> ClusterSpec:
+    device = Device(
+        name="round",
+        memory_bytes=10**11,
+        memory_bandwidth_bytes_per_s=1e12,
+        peak_flops_per_s={"bf16": 1e15, "fp32": 1e14},
+    )
+    fields = {
+        "name": "test", "num_nodes": num_nodes, "devices_per_node": per_node, "device": device,
+        "intra_link": INTRA, "inter_link": INTER, "backend": backend,
+    }  # fmt: skip
+    return ClusterSpec.model_validate({**fields, **change})
+
+
+def model(**change: object) -> ModelSpec:
+    shape = {
+        "name": "tiny", "family": "llama", "vocab_size": 96, "hidden_size": 64, "num_layers": 8, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 16, "ffn_size": 128, "max_positions": 64, "norm": "rmsnorm",
+        "positions": "rope", "activation": "silu", "gated_mlp": True,
+    }  # fmt: skip
+    return ModelSpec.model_validate({**shape, **change})
+
+
+JOB = Job(seq_length=32, global_batch_size=16)
+
+
+# --- collectives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("primitive", "backend", "size", "rounds", "factor"),
+    [
+        ("all_reduce", "gloo", 8, 14, 1.75), ("all_reduce", "nccl", 8, 6, 1.75), ("all_reduce", "nccl", 2, 2, 1.0),
+        ("all_gather", "gloo", 4, 3, 0.75), ("all_gather", "nccl", 64, 6, 63 / 64),
+        ("reduce_scatter", "gloo", 4, 3, 0.75), ("reduce_scatter", "nccl", 64, 6, 63 / 64),
+        ("all_to_all", "nccl", 8, 7, 7 / 8), ("broadcast", "nccl", 8, 3, 1.0), ("send", "nccl", 2, 1, 1.0),
+        ("all_reduce", "nccl", 1, 0, 0.0), ("send", "gloo", 1, 0, 0.0),
+    ],
+)  # fmt: skip
+def test_a_collective_takes_its_rounds_and_its_bytes(primitive, backend, size, rounds, factor):
+    payload = 64 * 10**6
+    expected = rounds * INTRA.latency_s + factor * payload / INTRA.bandwidth_bytes_per_s
+    assert flat_s(primitive, payload, size, INTRA, backend) == pytest.approx(expected, rel=1e-12)
+
+
+def test_two_levels_use_every_network_card():
+    """4 nodes of 8, hand-worked: 2·7/8·S inside, 2·3/4·S/8 between."""
+    over = route(DP, model(), Strategy(dp=32), cluster(4, 8))
+    payload = 800 * 10**6
+    inside = 2 * (3 * 2e-6 + 7 / 8 * payload / 100e9)
+    across = 4 * 10e-6 + 2 * 3 / 4 * payload / 8 / 10e9
+    assert over.num_local == 8
+    assert over.seconds("all_reduce", payload) == pytest.approx(inside + across, rel=1e-12)
+    halves = over.seconds("reduce_scatter", payload) + over.seconds("all_gather", payload)
+    assert halves == pytest.approx(inside + across, rel=1e-12)
+
+
+def test_gloo_goes_round_one_flat_ring():
+    over = route(DP, model(), Strategy(dp=32), cluster(4, 8, backend="gloo"))
+    assert over.seconds("all_reduce", 10**6) == flat_s("all_reduce", 10**6, 32, INTER, "gloo")
+
+
+# --- which link an axis uses ---------------------------------------------------------------------------------
+
+LAYOUTS = [
+    (dp, tp, pp, per_node)
+    for dp, tp, pp in product((1, 2, 3, 4, 6), repeat=3)
+    for per_node in (1, 2, 3, 4, 6, 8, 12)
+    if (dp * tp * pp) % per_node == 0
+]
+
+
+def groups(axis: str, strategy: Strategy) -> list[list[int]]:
+    """Global ranks of every group of an axis, from the rank order alone."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(strategy.world_size):
+        at = coordinates_of(rank, strategy.sizes)
+        members.setdefault(tuple(v for a, v in at.items() if a != axis), []).append(rank)
+    return list(members.values())
+
+
+@pytest.mark.parametrize("axis", [DP, TP, PP])
+def test_an_axis_uses_the_network_where_one_of_its_groups_leaves_a_node(axis):
+    for dp, tp, pp, per_node in LAYOUTS:
+        strategy = Strategy(dp=dp, tp=tp, pp=pp)
+        nodes = [[rank // per_node for rank in group] for group in groups(axis, strategy)]
+        over = route(axis, model(), strategy, cluster(strategy.world_size // per_node, per_node))
+        assert (over.inter is not None) == any(len(set(group)) > 1 for group in nodes), (dp, tp, pp, per_node)
+        if over.num_local > 1:
+            assert {group.count(node) for group in nodes for node in group} == {over.num_local}
+
+
+def test_the_ends_of_a_pipeline_and_its_boundaries():
+    for dp, tp, pp, per_node in LAYOUTS:
+        if pp == 1:
+            continue
+        strategy = Strategy(dp=dp, tp=tp, pp=pp)
+        machines = cluster(strategy.world_size // per_node, per_node)
+        columns = groups(PP, strategy)
+        leaves = any(column[0] // per_node != column[-1] // per_node for column in columns)
+        assert (route(PP_ENDS, model(), strategy, machines).inter is not None) == leaves
+        for stage in range(pp - 1):
+            crosses = any(column[stage] // per_node != column[stage + 1] // per_node for column in columns)
+            assert boundary_link(stage, strategy, machines) == (INTER if crosses else INTRA)
+
+
+# --- the pipeline --------------------------------------------------------------------------------------------
+
+
+def stages(forward_s: list[float], backward_s: list[float], boundaries: list[float]) -> StepCosts:
+    built = (
+        StageCosts((Term("f", f),), (Term("b", b),), (), 0, (), ()) for f, b in zip(forward_s, backward_s, strict=True)
+    )
+    return StepCosts(tuple(built), tuple(boundaries))
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+def test_equal_stages_take_the_published_closed_form(schedule):
+    for p, m in product(range(1, 7), (1, 2, 3, 4, 8, 13)):
+        costs = stages([1.0] * p, [2.0] * p, [0.0] * (p - 1))
+        strategy = Strategy(pp=p, num_micro_batches=m, schedule=schedule)
+        ends_s = stage_ends_s(costs, strategy)
+        seconds = makespan_s(schedule, p, m, 1, 2)
+        assert ends_s == pytest.approx([seconds - 2 * stage for stage in range(p)])
+        step = step_time(costs, strategy, ends_s)
+        assert step.bubble_fraction == pytest.approx(bubble_fraction(schedule, p, m))
+        assert step.total_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+def test_the_closed_form_is_a_close_lower_bound_on_the_clock(schedule):
+    """The planner stops simulating once the first in order has been simulated; that is sound only if this holds."""
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(60):
+        p, m = draw.randint(1, 6), draw.choice((1, 2, 4, 8, 16))
+        forward_s = [draw.uniform(0.5, 1.5) for _ in range(p)]
+        costs = stages(forward_s, [2 * f for f in forward_s], [draw.choice((0.0, 0.1, 0.4))] * (p - 1))
+        strategy = Strategy(pp=p, num_micro_batches=m, schedule=schedule)
+        timeline = simulate(program(schedule, p, m), costs)
+        clock = [max(event.end_s for event in row) for row in timeline.events]
+        closed = stage_ends_s(costs, strategy)
+        assert all(bound <= end * (1 + 1e-9) for bound, end in zip(closed, clock, strict=True))
+        ratios.append(closed[0] / clock[0])
+    assert min(ratios) > 0.75
+    assert sum(ratios) / len(ratios) > 0.94
+
+
+def test_the_clock_asks_for_the_durations_of_the_table():
+    costs = stages([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [0.1, 0.2])
+    asked = [costs.duration_s(Action.parse(text).kind, Action.parse(text).stage) for text in
+             ("F0@2", "B0@1", "SEND_F0@1", "SEND_B0@1", "SEND_B0@2", "ARM@0", "REDUCE@0")]  # fmt: skip
+    assert asked == [3.0, 5.0, 0.2, 0.1, 0.2, 0.0, 0.0]
+    assert Kind.RECV_F not in (Kind.F, Kind.B)
+
+
+def test_one_micro_batch_goes_there_and_back():
+    costs = stages([1.0, 1.0, 1.0], [2.0, 3.0, 2.0], [0.5, 0.25])
+    for schedule in ("naive", "gpipe", "1f1b"):
+        ends = stage_ends_s(costs, Strategy(pp=3, schedule=schedule))
+        assert ends == pytest.approx([11.5, 9.0, 5.75])
+
+
+# --- data-parallel communication and overlap -----------------------------------------------------------------
+
+
+def reducing(seconds: float, num_reductions: int, backward_s: float) -> StageCosts:
+    return StageCosts((), (Term("b", backward_s),), (Term("gradients", seconds),), num_reductions, (), ())
+
+
+def test_backward_hides_all_but_the_last_bucket():
+    assert reducing(0.0, 0, 1.0).exposed_reduction_s == 0
+    assert reducing(3.0, 1, 5.0).exposed_reduction_s == 3.0
+    assert reducing(4.0, 4, 100.0).exposed_reduction_s == 1.0
+    assert reducing(40.0, 4, 8.0).exposed_reduction_s == 40 - 0.75 * 8
+
+
+def test_a_later_stage_reduces_while_earlier_ones_still_run_backward():
+    strategy = Strategy(pp=2, dp=2, num_micro_batches=1)
+    late = StepCosts((reducing(0.0, 0, 5.0), reducing(4.0, 1, 5.0)), (0.0,))
+    assert step_time(late, strategy, [10.0, 5.0]).data_comm_exposed_s == 0
+    longer = StepCosts((reducing(0.0, 0, 5.0), reducing(7.0, 1, 5.0)), (0.0,))
+    assert step_time(longer, strategy, [10.0, 5.0]).data_comm_exposed_s == pytest.approx(2.0)
+
+
+# --- a step --------------------------------------------------------------------------------------------------
+
+
+def costs_of(strategy: Strategy, machines: ClusterSpec, spec: ModelSpec | None = None) -> StepCosts:
+    spec = spec or model()
+    at = [{PP: stage, DP: 0, TP: 0} for stage in range(strategy.pp)]
+    return StepCosts(
+        tuple(
+            stage_costs(
+                spec,
+                JOB,
+                strategy,
+                machines,
+                a[PP],
+                traffic(spec, JOB, strategy, a),
+                local_parameters(spec, strategy, a),
+            )
+            for a in at
+        ),
+        boundaries_s(spec, JOB, strategy, machines),
+    )
+
+
+def time_of(strategy: Strategy, machines: ClusterSpec) -> StepTime:
+    costs = costs_of(strategy, machines)
+    return step_time(costs, strategy, stage_ends_s(costs, strategy))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_device_takes_its_flops_over_its_speed(recompute):
+    machines = cluster(1, 1)
+    strategy = Strategy(num_micro_batches=16, precision="bf16", recompute=recompute)
+    step = time_of(strategy, machines)
+    assert step.pipeline_s == pytest.approx(hardware_flops(model(), JOB, recompute, causal=True) / 0.5e15)
+    assert step.data_comm_exposed_s == 0
+    assert step.bubble_fraction == pytest.approx(0)
+    assert step.optimizer_s == pytest.approx(30 * model().num_parameters / 1e12)
+
+
+def test_free_links_leave_only_the_flops_and_the_head_s_imbalance():
+    machines = cluster(2, 4, intra_link=FREE, inter_link=FREE)
+    strategy = Strategy(dp=2, tp=2, pp=2, num_micro_batches=8, precision="bf16")
+    costs = costs_of(strategy, machines)
+    assert costs.boundaries_s[0] < 1e-20
+    assert step_time(costs, strategy, [1.0, 0.5]).data_comm_exposed_s < 1e-15
+    first, last = costs.stages
+    assert first.forward_s + (last.forward_s - first.forward_s) == pytest.approx(last.forward_s)
+    assert last.forward_s > first.forward_s
+    assert first.backward_s == pytest.approx(2 * first.forward_s)
+
+
+def test_tensor_parallel_reductions_are_those_of_the_traffic():
+    machines = cluster(1, 2)
+    strategy = Strategy(tp=2, num_micro_batches=16, precision="bf16")
+    hidden = 32 * 64 * 2
+    one = 2 * 2e-6 + hidden / 100e9
+    loss = 4 * 2e-6 + 3 * 32 * 4 / 100e9
+    (stage,) = costs_of(strategy, machines).stages
+    assert {t.name: t.seconds for t in stage.forward}["tensor-parallel reductions"] == pytest.approx(17 * one + loss)
+    assert {t.name: t.seconds for t in stage.backward}["tensor-parallel reductions"] == pytest.approx(17 * one)
+    again = costs_of(strategy.model_copy(update={"recompute": "full"}), machines).stages[0]
+    layers = {t.name: t.seconds for t in stage.forward}["layers"]
+    assert again.backward_s - stage.backward_s == pytest.approx(layers + 16 * one)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "per_element"),
+    [("fp32", "adamw", 28), ("bf16", "adamw", 30), ("bf16-16", "adamw", 28), ("fp32", "sgd", 12), ("bf16", "sgd", 14)],
+)
+def test_the_optimizer_moves_its_bytes_once(precision, optimizer, per_element):
+    job = Job(seq_length=32, global_batch_size=16, optimizer=optimizer)
+    plain = Strategy(dp=4, precision=precision)
+    assert optimizer_s(10**9, job, plain, cluster(1, 4)) == pytest.approx(per_element * 1e9 / 1e12)
+    sharded = plain.model_copy(update={"zero": 1})
+    assert optimizer_s(10**9, job, sharded, cluster(1, 4)) == pytest.approx(per_element * 1e9 / 4 / 1e12)
+
+
+def test_zero_gathers_in_the_open_what_it_does_not_reduce():
+    """ZeRO-1 reduces half as much behind backward and gathers the rest after the optimizer."""
+    plain = costs_of(Strategy(dp=4, num_micro_batches=4), cluster(1, 4)).stages[0]
+    sharded = costs_of(Strategy(dp=4, num_micro_batches=4, zero=1), cluster(1, 4)).stages[0]
+    assert sum(t.seconds for t in sharded.reduction) == pytest.approx(sum(t.seconds for t in plain.reduction) / 2)
+    assert {t.name for t in sharded.after} - {t.name for t in plain.after} == {"parameters"}
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+def test_terms_add_up_to_the_step(schedule):
+    strategy = Strategy(
+        dp=2, tp=2, pp=4, zero=1, num_micro_batches=8, recompute="full", precision="bf16", schedule=schedule
+    )
+    machines = cluster(4, 4)
+    costs = costs_of(strategy, machines)
+    time = step_time(costs, strategy, stage_ends_s(costs, strategy))
+    terms = step_terms(costs, strategy, time)
+    assert sum(term.seconds for term in terms) == pytest.approx(time.total_s)
+    assert min(term.seconds for term in terms) >= 0
+    assert len({term.name for term in terms}) == len(terms)
+
+
+def test_a_dtype_that_the_device_lacks_is_an_error_not_a_guess():
+    with pytest.raises(InputError, match="states no peak FLOP/s for fp64; it has bf16, fp32"):
+        costs_of(Strategy(precision="fp64"), cluster(1, 1))

@@ -1,0 +1,64 @@
+"""The paragraph: its numbers are those of the forecast, and the alternatives that it names are real."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from meshwright.core.job import Job
+from meshwright.core.units import format_bytes, format_time
+from meshwright.planner.rank import plan
+
+
+@pytest.fixture(scope="module")
+def large(llama_70b, cluster):
+    return plan(llama_70b, cluster(16, 8), Job(seq_length=4096, global_batch_size=256))
+
+
+def test_it_opens_with_the_winner_and_its_numbers(large):
+    why, winner = large.plan.why, large.forecast
+    assert why.startswith(winner.strategy.describe())
+    assert f"{format_time(winner.step_time.total_s)} per step" in why
+    assert format_bytes(winner.memory.total_bytes) in why
+    assert f"{256 * 4096 / winner.step_time.total_s:,.0f} tokens/s" in why
+    assert f"({large.num_priced} legal)" in why
+    assert "\n" not in why
+
+
+def test_shares_of_the_step_add_up(large):
+    shares = re.search(r"The step is (.*?);", large.plan.why).group(1)
+    assert sum(int(share) for share in re.findall(r"(\d+)%", shares)) == pytest.approx(100, abs=4)
+
+
+def test_it_says_why_data_parallel_alone_is_out(large):
+    assert re.search(r"Data parallel alone, nothing fits: the closest, D128 T1 P1 .*? needs [\d.]+ GB", large.plan.why)
+
+
+def test_it_cites_the_rules_that_hold(large):
+    cited = large.plan.why.split("Rules of thumb that hold: ")[1]
+    for id, words in large.advice:
+        assert f"{id} {words}" in cited
+    assert {"N4", "M1", "G3", "G6", "P1"} <= {id for id, _ in large.advice}
+
+
+def test_a_slower_alternative_is_named_with_its_price(model, cluster):
+    spec = model(hidden_size=512, ffn_size=2048, num_heads=8, num_kv_heads=8, head_dim=64)
+    result = plan(spec, cluster(1, 4), Job(seq_length=64, global_batch_size=32))
+    assert result.plan.strategy.recompute == "none"
+    found = re.search(r"With recomputation, (.*?) is ([\d.]+)% slower, mostly for (.*?) \(\+", result.plan.why)
+    assert float(found.group(2)) > 0
+    assert "recompute" in found.group(1)
+
+
+def test_a_refused_alternative_gives_the_rule(model, cluster):
+    spec = model(num_heads=1, num_kv_heads=1)
+    why = plan(spec, cluster(1, 4), Job(seq_length=32, global_batch_size=16)).plan.why
+    assert "With tensor parallel is refused: tp=2 does not divide the heads 1" in why
+
+
+def test_one_device_has_nothing_to_compare_but_recomputation(model, cluster, job):
+    why = plan(model(), cluster(1, 1), job).plan.why
+    assert "S1 one device and the model fits" in why
+    assert "Data parallel alone" not in why
+    assert "N4" not in why

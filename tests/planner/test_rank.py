@@ -1,0 +1,217 @@
+"""The plan is the fastest that fits, says what it left out, and is found without simulating everything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from meshwright.core.errors import RuleError
+from meshwright.core.job import Job
+from meshwright.core.plan import Plan
+from meshwright.planner.balance import balance
+from meshwright.planner.enumerate import strategies
+from meshwright.planner.fix import parse_fix
+from meshwright.planner.price import Pricer
+from meshwright.planner.rank import Options, degrees, pareto_front, plan, settle
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return Job(seq_length=64, global_batch_size=32)
+
+
+@pytest.fixture(scope="module")
+def spec(model):
+    return model(hidden_size=512, ffn_size=2048, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=2048)
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 8), (2, 4), (4, 1)])
+def test_the_winner_is_what_simulating_everything_finds(spec, cluster, job, num_nodes, per_node):
+    machines = cluster(num_nodes, per_node)
+    result = plan(spec, machines, job)
+    pricer = Pricer(spec, machines, job)
+    all_simulated = [pricer.simulate(pricer.forecast(s)) for s in strategies(spec, machines, job, {}).legal]
+    best_s = min(f.step_time.total_s for f in all_simulated if f.fits)
+    assert result.forecast.step_time.total_s <= best_s * (1 + 1e-9)
+    assert result.forecast.simulated
+    assert result.forecast == pricer.simulate(pricer.forecast(result.plan.strategy))
+
+
+def test_the_ranking(spec, cluster, job):
+    result = plan(spec, cluster(2, 4), job, options=Options(num_ranked=6))
+    seconds = [f.step_time.total_s for f in result.ranked]
+    assert seconds == sorted(seconds)
+    assert all(f.fits for f in result.ranked)
+    assert len({degrees(f.strategy) for f in result.ranked}) == len(result.ranked) == 6
+    assert result.ranked[0] == result.forecast
+    assert all(f.simulated for f in result.ranked[:3])
+
+
+def test_the_pareto_front_is_faster_or_smaller_and_nothing_beats_it(spec, cluster, job):
+    result = plan(spec, cluster(2, 4), job)
+    front = [(f.step_time.total_s, f.memory.total_bytes) for f in result.pareto]
+    assert front == sorted(front)
+    assert [m for _, m in front] == sorted({m for _, m in front}, reverse=True)
+    pricer = Pricer(spec, cluster(2, 4), job)
+    for strategy in strategies(spec, cluster(2, 4), job, {}).legal:
+        f = pricer.forecast(strategy)
+        point = (f.step_time.total_s, f.memory.total_bytes)
+        assert any(t <= point[0] * (1 + 1e-9) and m <= point[1] for t, m in front)
+
+
+def test_the_front_of_made_up_points(spec, cluster, job):
+    base = Pricer(spec, cluster(), job).forecast(strategies(spec, cluster(), job, {}).legal[0])
+
+    def point(seconds: float, size: int):
+        time = replace(base.step_time, pipeline_s=seconds, data_comm_exposed_s=0.0, optimizer_s=0.0)
+        nothing = dict.fromkeys(base.memory.to_dict(), 0)
+        return replace(base, step_time=time, memory=type(base.memory)(**{**nothing, "parameters_bytes": size}))
+
+    points = [point(1, 50), point(2, 60), point(3, 40), point(4, 40), point(5, 10)]
+    assert [f.memory.total_bytes for f in pareto_front(points)] == [50, 40, 10]
+
+
+def test_the_clock_may_overturn_the_order(spec, cluster, job):
+    pricer = Pricer(spec, cluster(1, 4), job)
+    quick = [pricer.forecast(s) for s in strategies(spec, cluster(1, 4), job, {}).legal[:4]]
+    quick = [replace(f, step_time=replace(f.step_time, pipeline_s=1.0 + i)) for i, f in enumerate(quick)]
+    clock = iter((9.0, 2.5, 3.5, 7.0))
+
+    def simulate(f):
+        return replace(f, simulated=True, step_time=replace(f.step_time, pipeline_s=next(clock)))
+
+    ranked = settle(quick, simulate, 1)
+    assert ranked[0].simulated
+    assert [f.step_time.pipeline_s for f in ranked] == [2.5, 3.0, 4.0, 9.0]
+
+
+def test_an_unsettled_order_is_headed_by_what_the_clock_has_seen(spec, cluster, job):
+    pricer = Pricer(spec, cluster(1, 4), job)
+    quick = [pricer.forecast(s) for s in strategies(spec, cluster(1, 4), job, {}).legal[:4]]
+    quick = [replace(f, step_time=replace(f.step_time, pipeline_s=1.0 + i)) for i, f in enumerate(quick)]
+    ranked = settle(
+        quick,
+        lambda f: replace(f, simulated=True, step_time=replace(f.step_time, pipeline_s=9.0 - f.step_time.pipeline_s)),
+        1,
+        budget=2,
+    )
+    assert [f.step_time.pipeline_s for f in ranked] == [7.0, 8.0, 3.0, 4.0]
+
+
+def test_everything_enumerated_is_accounted_for(llama_70b, cluster):
+    job, machines = Job(seq_length=4096, global_batch_size=64), cluster(4, 8)
+    result = plan(llama_70b, machines, job)
+    space = strategies(llama_70b, machines, job, {})
+    pricer = Pricer(llama_70b, machines, job)
+    by_rule = {r.rule: r.count for r in result.refused}
+    assert by_rule.pop("memory") == sum(not pricer.forecast(s).fits for s in space.legal)
+    assert sum(by_rule.values()) == len(space.refused)
+    assert all(r.example for r in result.refused)
+
+
+def test_what_is_fixed_stays_fixed(spec, cluster, job):
+    fix = parse_fix(["tp=2", "zero=0", "schedule=gpipe", "micro_batch_size=2"])
+    chosen = plan(spec, cluster(), job, fix).plan.strategy
+    assert {name: getattr(chosen, name) for name in fix} == fix
+
+
+def test_a_plan_is_a_file_with_its_reason(spec, cluster, job, tmp_path):
+    result = plan(spec, cluster(), job)
+    result.plan.save(tmp_path / "plan.toml")
+    again = Plan.load(tmp_path / "plan.toml")
+    assert again == result.plan
+    assert again.why == result.plan.why != ""
+
+
+def test_one_device_is_not_a_special_case(spec, cluster, job):
+    result = plan(spec, cluster(1, 1), job)
+    assert degrees(result.plan.strategy) == (1, 1, 1)
+    assert result.forecast.step_time.bubble_fraction == pytest.approx(0)
+    assert result.forecast.traffic.wire_bytes == 0
+
+
+# --- balance -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "head", "counts"),
+    [(8, 4, 0.0, (2, 2, 2, 2)), (5, 2, 2.5, (4, 1)), (4, 4, 9.0, (1, 1, 1, 1)), (126, 16, 1.0, (8, *[8] * 13, 8, 6)),
+     (7, 1, 3.0, (7,)), (10, 4, 0.0, (2, 3, 3, 2))],
+)  # fmt: skip
+def test_stages_balanced_for_the_head(num_layers, num_stages, head, counts):
+    found = balance(num_layers, num_stages, head)
+    assert sum(found) == num_layers
+    assert max([*found[:-1], found[-1] + head]) == max([*counts[:-1], counts[-1] + head])
+
+
+def test_no_split_into_stages_is_faster_than_the_balanced_one():
+    def splits(layers: int, stages: int):
+        if stages == 1:
+            yield (layers,)
+            return
+        for first in range(1, layers - stages + 2):
+            yield from ((first, *rest) for rest in splits(layers - first, stages - 1))
+
+    for layers, stages, head in ((6, 3, 0.4), (9, 4, 1.7), (8, 2, 3.2), (7, 5, 0.9)):
+        slowest = min(max([*s[:-1], s[-1] + head]) for s in splits(layers, stages))
+        found = balance(layers, stages, head)
+        assert max([*found[:-1], found[-1] + head]) == slowest
+
+
+def test_a_heavy_head_gets_fewer_layers(model, cluster):
+    spec = model(vocab_size=65536, hidden_size=512, ffn_size=2048, num_layers=16)
+    chosen = plan(spec, cluster(1, 2), Job(seq_length=1024, global_batch_size=64), {"pp": 2}).plan.strategy
+    counts = [len(layers) for layers in chosen.stage_layers(16)]
+    assert sum(counts) == 16
+    assert counts[0] > counts[1]
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_fits_says_what_is_missing_and_what_would_help(llama_70b, cluster):
+    job = Job(seq_length=4096, global_batch_size=64)
+    with pytest.raises(RuleError) as caught:
+        plan(llama_70b, cluster(1, 8), job)
+    message = str(caught.value)
+    assert caught.value.rule == "memory"
+    assert "\n" not in message
+    needs, has = map(float, re.search(r"needs ([\d.]+) GB per rank of ([\d.]+) GB usable", message).groups())
+    assert needs > has == pytest.approx(73.6)
+    more = int(re.search(r"fits on (\d+) devices instead of 8", message).group(1))
+    assert plan(llama_70b, cluster(more // 8, 8), job).forecast.fits
+
+
+def test_a_fixed_field_that_stands_in_the_way_is_named(llama_70b, cluster):
+    job = Job(seq_length=4096, global_batch_size=64)
+    with pytest.raises(RuleError, match="it fits with zero=1 instead of 0"):
+        plan(llama_70b, cluster(8, 8), job, {"zero": 0, "dp": 8, "tp": 4})
+
+
+# --- how much work planning is -------------------------------------------------------------------------------
+
+
+def test_planning_for_a_thousand_devices_simulates_little_and_places_each_stage_once(llama_70b, cluster, monkeypatch):
+    from meshwright.planner import price
+
+    counts = {"simulate": 0, "step_traffic": 0, "forecast": 0}
+
+    def count(name, target):
+        original = getattr(target, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(target, name, counted)
+
+    count("simulate", price)
+    count("step_traffic", price)
+    count("forecast", price.Pricer)
+    result = plan(llama_70b, cluster(128, 8), Job(seq_length=8192, global_batch_size=1024))
+    assert result.forecast.fits
+    assert counts["forecast"] < 2000
+    assert counts["simulate"] <= 12
+    assert counts["step_traffic"] < 400
