@@ -1,10 +1,11 @@
 """Differentiable functions that keep less for backward than their plain compositions, and are as fast.
 
-    function    keeps                    a plain composition keeps   measured forward + backward against plain, CPU
-    rms_norm    x, 1/rms per row         x, x/rms, 1/rms             0.30 to 0.45 of the time
-    swiglu      gate, up                 gate, silu(gate), up        0.85 to 0.95
-    rotate      nothing of its input     nothing                     0.45 to 0.60
+    function    keeps                plain composition keeps    CPU time, forward + backward, against plain
+    rms_norm    x, 1/rms per row     x, x/rms, 1/rms            0.24 to 0.29
+    swiglu      gate, up             gate, silu(gate), up       0.9 to 1.0
+    rotate      nothing              the tables                 0.55 to 0.65
 
+Measured by `benchmarks/model_functions.py` (width 256 to 768, fp32, one thread).
 The plain compositions are the oracles of `tests/models/test_functions.py`.
 """
 
