@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 NUM_WORKERS = 8
-_PRELOAD = ["torch", "torch.distributed", "meshwright.comm.differentiable", "meshwright.comm.p2p"]
+_PRELOAD = ["torch", "torch.distributed", "pytest", "meshwright.comm.differentiable", "meshwright.comm.p2p"]
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one has failed."""
 
@@ -103,7 +103,8 @@ class Pool:
 
     def close(self) -> None:
         """End all workers."""
-        self._replace(range(len(self._workers)))
+        for worker in self._workers:
+            worker.kill()
         self._workers.clear()
         self._folder.cleanup()
 
@@ -117,9 +118,10 @@ class Pool:
             self._workers.append(_start_worker())
 
     def _replace(self, ranks: Sequence[int]) -> None:
-        """Kill these workers; others take their places when needed."""
-        for rank in sorted(ranks, reverse=True):
-            self._workers.pop(rank).kill()
+        """Kill these workers; new ones start at once, while the test goes on."""
+        for rank in ranks:
+            self._workers[rank].kill()
+            self._workers[rank] = _start_worker()
 
     def _collect(self, world: int, timeout_s: float, may_die: Collection[int]) -> dict[int, tuple[bool, Any]]:
         """Rank → (True, pickled result) or (False, what happened)."""

@@ -11,6 +11,7 @@ Nothing here is ambient: a mesh is a value that is passed by hand.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,7 +65,7 @@ def start(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         store = dist.PrefixStore(f"meshwright/{attempt}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        raise RankError(f"rank {rank} of {size} found no other ranks: {_first_line(error)}") from error
+        raise RankError(f"rank {rank} of {size} found no other ranks: {brief(error)}") from error
 
 
 def start_local(meeting_file: str, rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -76,7 +77,7 @@ def start_local(meeting_file: str, rank: int, size: int, timeout_s: float = DEFA
         store = dist.FileStore(meeting_file, size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise RankError(f"rank {rank} of {size} found no other ranks: {_first_line(error)}") from error
+        raise RankError(f"rank {rank} of {size} found no other ranks: {brief(error)}") from error
 
 
 def _choose_gpu() -> None:
@@ -231,5 +232,7 @@ def _axis(
     return Axis(name, len(ranks), ranks.index(rank), ranks, transport, group, device, ledger)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def brief(error: Exception) -> str:
+    """What a backend's error says, without its source file and its general advice."""
+    first_line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.comm.mesh import Axis
+from meshwright.comm.mesh import Axis, brief
 from meshwright.comm.transports.base import Handle
 from meshwright.core.errors import RankError
 
@@ -47,6 +47,5 @@ def begin_counted(primitive: str, axis: Axis, payload_bytes: int, post: Callable
 
 
 def _lost(primitive: str, axis: Axis, error: RuntimeError) -> RankError:
-    reason = str(error).strip().split("\n")[0]
     rank = axis.ranks[axis.index]
-    return RankError(f"rank {rank}: {primitive} on {axis} failed, another of these ranks was lost: {reason}")
+    return RankError(f"rank {rank}: {primitive} on {axis} failed, another of these ranks was lost: {brief(error)}")
