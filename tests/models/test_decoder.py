@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.models.build import build
@@ -30,6 +31,15 @@ def test_meta_forward_gives_logits(spec):
 def test_a_tied_head_is_the_embedding_itself(device):
     model = build(SPECS["qwen2"], device)
     assert model.head.weight is model.embedding.weight
+
+
+@ALL
+def test_fake_tensors_run_the_whole_step(spec):
+    """A rehearsal builds and trains without memory; nothing may read a value."""
+    with FakeTensorMode():
+        model = build(spec, "cpu", torch.bfloat16)
+        model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
 def test_a_tied_embedding_collects_both_gradients():

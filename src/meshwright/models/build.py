@@ -26,4 +26,4 @@ def build(spec: ModelSpec, device: torch.device | str = "meta", dtype: torch.dty
     for feature, wanted in missing.items():
         if wanted:
             raise UnsupportedError(f"`{spec.name}` needs {feature}: it can be planned, not yet built")
-    return Decoder(spec, torch.device(device), dtype)
+    return Decoder(spec, device, dtype)

@@ -14,6 +14,8 @@ Shapes: b sequences, s tokens, h hidden, a query heads, g key/value heads, d hea
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,11 +25,13 @@ from meshwright.core.model import ModelSpec
 from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
 from meshwright.models.rope import Rope
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 
 class RMSNorm(nn.Module):
     """Parameter `weight` [size]."""
 
-    def __init__(self, size: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, size: int, eps: float, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -39,7 +43,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """Parameters `weight` and `bias` [size]."""
 
-    def __init__(self, size: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, size: int, eps: float, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -52,21 +56,30 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-def _norm(spec: ModelSpec, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+def _norm(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
     kind = RMSNorm if spec.norm == "rmsnorm" else LayerNorm
     return kind(spec.hidden_size, spec.norm_eps, device, dtype)
 
 
-def _linear(into: int, out: int, bias: bool, device: torch.device | None, dtype: torch.dtype | None) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, into, out, bias=bias, device=device, dtype=dtype)
+def _linear(into: int, out: int, bias: bool, device: torch.device, dtype: torch.dtype) -> nn.Linear:
+    return _allocated(nn.Linear(into, out, bias, device="meta", dtype=dtype), device)
+
+
+def _embedding(rows: int, size: int, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
+    return _allocated(nn.Embedding(rows, size, device="meta", dtype=dtype), device)
+
+
+def _allocated(module: _Module, device: torch.device) -> _Module:
+    """Give a module made on the meta device its storage, without the time of a default initialisation."""
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+    return module
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads. [b, s, h] → [b, s, h]."""
 
-    def __init__(
-        self, spec: ModelSpec, rope: Rope | None, device: torch.device | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, rope: Rope | None, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.rope = rope
@@ -97,7 +110,7 @@ def _activate(kind: str, x: torch.Tensor) -> torch.Tensor:
 class MLP(nn.Module):
     """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate. [b, s, h] → [b, s, h]."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation = spec.activation
         sizes = (spec.hidden_size, spec.ffn_size, spec.mlp_bias, device, dtype)
@@ -116,9 +129,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """One pre-norm transformer layer. [b, s, h] → [b, s, h]."""
 
-    def __init__(
-        self, spec: ModelSpec, rope: Rope | None, device: torch.device | None, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, rope: Rope | None, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.attention_norm = _norm(spec, device, dtype)
         self.attention = Attention(spec, rope, device, dtype)
@@ -136,15 +147,17 @@ class Decoder(nn.Module):
     Weights are not initialised here. A tied head's weight is the embedding's Parameter itself.
     """
 
-    def __init__(self, spec: ModelSpec, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.spec = spec
-        size = (spec.hidden_size,)
+        device = torch.device(device)
         rope = Rope(spec) if spec.positions == "rope" else None
-        self.embedding = nn.utils.skip_init(nn.Embedding, spec.vocab_size, *size, device=device, dtype=dtype)
+        self.embedding = _embedding(spec.vocab_size, spec.hidden_size, device, dtype)
         self.positions = None
         if spec.positions == "learned":
-            self.positions = nn.utils.skip_init(nn.Embedding, spec.max_positions, *size, device=device, dtype=dtype)
+            self.positions = _embedding(spec.max_positions, spec.hidden_size, device, dtype)
         self.layers = nn.ModuleDict(
             {str(layer): DecoderLayer(spec, rope, device, dtype) for layer in range(spec.num_layers)}
         )
