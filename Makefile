@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 TORCH := torch==2.13.*
 TORCH_INDEX ?=
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 SOURCES := src tests $(wildcard benchmarks examples) conftest.py
 ARGS ?=
 
@@ -43,8 +43,8 @@ $(STAMP): pyproject.toml
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) -m venv failed;" \
 	    "on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@echo "Installing into $(VENV) (a few minutes the first time)"
-	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
-	@$(PIP) install --quiet --editable ".[dev]"
+	@[ -z "$(TORCH_INDEX)" ] || $(INSTALL) --index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(INSTALL) --editable ".[dev]"
 	@touch $@
 
 check: $(STAMP)
