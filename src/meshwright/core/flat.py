@@ -9,10 +9,12 @@ gradients are *views* into it, so nothing is ever copied into place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshwright.core.placement import Placement
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import Placement, placements
+from meshwright.core.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +66,19 @@ class Bucket:
         return tuple(merged)
 
 
-def make_buckets(placements: Iterable[Placement], dp: int, cap_bytes: int, gradient_bytes: int) -> tuple[Bucket, ...]:
+def make_buckets(held: Iterable[Placement], dp: int, cap_bytes: int, gradient_bytes: int) -> tuple[Bucket, ...]:
     """Buckets in the order in which backward fills them: reverse forward order, partial ones last.
 
     A bucket is closed when it has reached `cap_bytes`; a layer's parameters are never sorted away
     from each other by more than one bucket.
 
     Args:
-        placements: a rank's parameters in forward order.
+        held: a rank's parameters in forward order.
         dp: size of the data-parallel axis; the padded length is a multiple of it.
         cap_bytes: size at which a bucket is closed.
         gradient_bytes: bytes of one gradient element as it is communicated.
     """
-    backward = list(placements)[::-1]
+    backward = list(held)[::-1]
     kinds = dict.fromkeys(sorted({p.sum_over for p in backward}, key=lambda axes: (len(axes), axes)))
     buckets = []
     for kind in kinds:
@@ -93,9 +95,15 @@ def make_buckets(placements: Iterable[Placement], dp: int, cap_bytes: int, gradi
     return tuple(buckets)
 
 
-def _close(placements: list[Placement], dp: int, sum_over: tuple[str, ...]) -> Bucket:
+def rank_buckets(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tuple[Bucket, ...]:
+    """The buckets of the rank at mesh coordinates `at` (pp, dp, tp)."""
+    held = placements(spec, strategy, at)
+    return make_buckets(held, strategy.dp, strategy.bucket_bytes, strategy.recipe.gradient_bytes)
+
+
+def _close(members: list[Placement], dp: int, sum_over: tuple[str, ...]) -> Bucket:
     """Sorted so that equal treatment lies side by side; then few segments cover a shard."""
-    ordered = sorted(placements, key=lambda p: (not p.decay, not p.owned))
+    ordered = sorted(members, key=lambda p: (not p.decay, not p.owned))
     slots, at = [], 0
     for placement in ordered:
         slots.append(Slot(placement, at, at + placement.box.numel))

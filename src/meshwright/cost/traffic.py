@@ -5,14 +5,14 @@ Sources: Shoeybi et al. 2019 §3 (tensor), Huang et al. 2019 (pipeline), Rajbhan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
-from meshwright.core.flat import make_buckets
+from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import kv_replicas, placements
+from meshwright.core.placement import kv_replicas
 from meshwright.core.precision import DTYPE_BYTES
 from meshwright.core.strategy import Strategy
 
@@ -48,11 +48,16 @@ def micro_batch_traffic(model: ModelSpec, job: Job, strategy: Strategy, stage: i
     return total
 
 
-def step_traffic(model: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> Traffic:
-    """The part that is sent once per step, whatever the micro-batches, the schedule and the recomputation."""
+def step_traffic(
+    model: ModelSpec, strategy: Strategy, at: Mapping[str, int], buckets: Sequence[Bucket] | None = None
+) -> Traffic:
+    """The part that is sent once per step, whatever the micro-batches, the schedule and the recomputation.
+
+    `buckets` are those of the rank, where the caller has them already.
+    """
     total = Traffic()
     total.add("all_reduce", DP, "count", SCALAR_BYTES, strategy.dp)
-    _data(total, model, strategy, at)
+    _data(total, model, strategy, rank_buckets(model, strategy, at) if buckets is None else buckets)
     total.add("all_reduce", WORLD, "norm", 2 * SCALAR_BYTES, strategy.world_size)
     return total
 
@@ -83,12 +88,11 @@ def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, st
     total.add("send", PP, "backward", hidden, strategy.pp, m * (stage > 0))
 
 
-def _data(total: Traffic, model: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> None:
+def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequence[Bucket]) -> None:
     """Gradients once per step whatever the accumulation; ZeRO-1 sends the same bytes in two halves."""
     recipe, sizes = strategy.recipe, group_sizes(model, strategy)
     gradient_bytes = DTYPE_BYTES[recipe.gradient]
-    layouts = make_buckets(placements(model, strategy, at), strategy.dp, strategy.bucket_bytes, recipe.gradient_bytes)
-    for bucket in layouts:
+    for bucket in buckets:
         for axis in bucket.sum_over:
             total.add("all_reduce", axis, "gradients", bucket.numel * gradient_bytes, sizes[axis])
         primitive = "reduce_scatter" if strategy.zero else "all_reduce"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.axes import DP, PP, TP, rank_of
 from meshwright.core.cluster import ClusterSpec
+from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
 from meshwright.core.model import ModelSpec
@@ -26,11 +27,12 @@ from meshwright.cost.latency import (
     step_time,
 )
 from meshwright.cost.memory import memory
-from meshwright.cost.params import local_parameters
 from meshwright.cost.traffic import micro_batch_traffic, step_traffic
 from meshwright.schedule.build import build_program
 from meshwright.schedule.timeline import Timeline
 from meshwright.sim.clock import simulate
+
+Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,25 @@ def stage_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
     return tuple(kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank holds: its flat buckets, and the elements in them without padding."""
+
+    buckets: tuple[Bucket, ...]
+    num_parameters: int
+
+
+def _held_key(strategy: Strategy, stage: int) -> Key:
+    """All that decides what a rank of a stage holds."""
+    s = strategy
+    return s.dp, s.tp, s.pp, s.layers_per_stage, s.bucket_bytes, s.precision, stage
+
+
+def _once_key(strategy: Strategy, stage: int) -> Key:
+    """All that decides what it sends once per step."""
+    return *_held_key(strategy, stage), strategy.zero
+
+
 class Pricer:
     """Prices strategies of one model, cluster and job."""
 
@@ -77,9 +98,9 @@ class Pricer:
         self.cluster = cluster
         self.job = job
         self.num_simulations = 0
-        self._stages: dict[tuple[Strategy, int], tuple[Traffic, StageCosts]] = {}
-        self._steps: dict[tuple[Strategy, int], Traffic] = {}
-        self._parameters: dict[tuple[int, int, tuple[int, ...] | None, int], int] = {}
+        self._stages: dict[Key, tuple[Traffic, StageCosts]] = {}
+        self._steps: dict[Key, Traffic] = {}
+        self._held: dict[Key, _Held] = {}
         self._stage_kinds: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...]] = {}
 
     def forecast(self, strategy: Strategy) -> Forecast:
@@ -123,29 +144,30 @@ class Pricer:
 
     def _stage(self, strategy: Strategy, stage: int) -> tuple[Traffic, StageCosts]:
         """Traffic and seconds of a stage: the same for every schedule."""
-        key = (strategy.model_copy(update={"schedule": "1f1b"}), stage)
+        key = (*_once_key(strategy, stage), strategy.micro_batch_size, strategy.num_micro_batches, strategy.recompute)
         if key not in self._stages:
+            held = self._rank_buckets(strategy, stage)
             repeated = micro_batch_traffic(self.model, self.job, strategy, stage)
             sent = Traffic({**repeated.rows, **self._per_step(strategy, stage).rows})
-            held = self._num_parameters(strategy, stage)
-            costs = stage_costs(self.model, self.job, strategy, self.cluster, stage, sent, held)
+            costs = stage_costs(self.model, self.job, strategy, self.cluster, stage, sent, held.num_parameters)
             self._stages[key] = sent, costs
         return self._stages[key]
 
     def _per_step(self, strategy: Strategy, stage: int) -> Traffic:
         """What is sent once per step: the same for all micro-batches and any recomputation."""
-        alike = {"schedule": "1f1b", "micro_batch_size": 1, "num_micro_batches": 1, "recompute": "none"}
-        key = (strategy.model_copy(update=alike), stage)
+        key = _once_key(strategy, stage)
         if key not in self._steps:
-            self._steps[key] = step_traffic(self.model, strategy, {PP: stage, DP: 0, TP: 0})
+            held = self._rank_buckets(strategy, stage)
+            self._steps[key] = step_traffic(self.model, strategy, {PP: stage, DP: 0, TP: 0}, held.buckets)
         return self._steps[key]
 
-    def _num_parameters(self, strategy: Strategy, stage: int) -> int:
-        """Elements held: the same for every dp."""
-        key = (strategy.tp, strategy.pp, strategy.layers_per_stage, stage)
-        if key not in self._parameters:
-            self._parameters[key] = local_parameters(self.model, strategy, {PP: stage, DP: 0, TP: 0})
-        return self._parameters[key]
+    def _rank_buckets(self, strategy: Strategy, stage: int) -> _Held:
+        """Buckets of the stage's first rank: the same whatever its micro-batches and its ZeRO stage."""
+        key = _held_key(strategy, stage)
+        if key not in self._held:
+            buckets = rank_buckets(self.model, strategy, {PP: stage, DP: 0, TP: 0})
+            self._held[key] = _Held(buckets, sum(slot.stop - slot.start for b in buckets for slot in b.slots))
+        return self._held[key]
 
     def memory_by_stage(self, strategy: Strategy) -> dict[int, MemoryBreakdown]:
         """Stage → memory of its fullest rank, for the first stage of each kind.
@@ -153,8 +175,16 @@ class Pricer:
         The first of a kind has the most micro-batches in flight, and index 0 of dp and tp the larger part where a
         split is uneven.
         """
-        stages = sorted(set(self._kinds(strategy)))
-        return {s: memory(self.model, self.job, strategy, {PP: s, DP: 0, TP: 0}) for s in stages}
+        return {
+            stage: memory(
+                self.model,
+                self.job,
+                strategy,
+                {PP: stage, DP: 0, TP: 0},
+                self._rank_buckets(strategy, stage).buckets,
+            )
+            for stage in sorted(set(self._kinds(strategy)))
+        }
 
     def _fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
         return max(self.memory_by_stage(strategy).items(), key=lambda item: item[1].total_bytes)

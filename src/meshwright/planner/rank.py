@@ -27,7 +27,9 @@ class Options:
 
     num_ranked: int = 8
     num_simulated: int = 3
-    """The first so many of the shown ones."""
+    """Of those shown, the first so many are replayed too, where they have at most `max_cells`."""
+    max_cells: int = 1024
+    """Stages × micro-batches of a timetable that is replayed only to be shown."""
     max_simulated: int = 12
     """To find the first, where the clock overturns the closed form's order."""
 
@@ -84,8 +86,8 @@ def plan(
         raise nothing_fits(model, cluster, job, wanted, priced)
     evener = [pricer.forecast(s) for s in balanced(best_of_each_kind(fitting), model, job)]
     fitting = in_order([*fitting, *(f for f in evener if f.fits)])
-    settled = settle(fitting, pricer.simulate, 1, options.max_simulated)
-    ranked = settle(distinct(settled)[: options.num_ranked], pricer.simulate, options.num_simulated)
+    settled = settle(fitting, pricer.simulate, options.max_simulated)
+    ranked = replay_small(distinct(settled)[: options.num_ranked], pricer.simulate, options)
     advice = tuple(advise(model, cluster, job))
     why = explain(ranked[0], [*priced, *evener], space.refused, pricer, advice)
     return PlanResult(
@@ -139,22 +141,28 @@ def pareto_front(ordered: Iterable[Forecast]) -> list[Forecast]:
     return front
 
 
-def settle(
-    ordered: Iterable[Forecast], simulate: Callable[[Forecast], Forecast], count: int, budget: int = 100
-) -> list[Forecast]:
-    """Replay the best with the clock, best first, until the first `count` have been replayed.
+def settle(ordered: Iterable[Forecast], simulate: Callable[[Forecast], Forecast], budget: int) -> list[Forecast]:
+    """Replay the first with the clock until the first has been replayed.
 
     The closed form is a lower bound on the clock's time, so a replayed forecast that stays first is the fastest of
     all. Where `budget` replays do not settle it, replayed forecasts stand before the others.
     """
     ranked = list(ordered)
     for _ in range(budget):
-        waiting = next((i for i, f in enumerate(ranked[:count]) if not f.simulated), None)
-        if waiting is None:
+        if ranked[0].simulated:
             return ranked
-        replayed = simulate(ranked.pop(waiting))
-        insort(ranked, replayed, key=_order)
+        insort(ranked, simulate(ranked.pop(0)), key=_order)
     return sorted(ranked, key=lambda f: (not f.simulated, _order(f)))
+
+
+def replay_small(
+    ranked: Sequence[Forecast], simulate: Callable[[Forecast], Forecast], options: Options
+) -> list[Forecast]:
+    """Replay the first few timetables that are not large; the first strategy stays first."""
+    few = ranked[: options.num_simulated]
+    small = (f.simulated or f.strategy.pp * f.strategy.num_micro_batches > options.max_cells for f in few)
+    replayed = [f if keep else simulate(f) for f, keep in zip(few, small, strict=True)]
+    return [ranked[0], *in_order([*replayed[1:], *ranked[options.num_simulated :]])]
 
 
 def summarise(refused: Sequence[Refusal], priced: Sequence[Forecast]) -> list[RefusalSummary]:

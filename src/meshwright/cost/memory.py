@@ -1,0 +1,105 @@
+"""Bytes on one rank at the peak of a step, by category: what a rank will count of itself.
+
+Sources: Rajbhandari et al. 2020 §3 (states), Korthikanti et al. 2022 §4 (activations),
+Huang et al. 2019 and Narayanan et al. 2021 §2.2 (micro-batches in flight).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from meshwright.core.axes import PP
+from meshwright.core.flat import Bucket, rank_buckets
+from meshwright.core.job import Job
+from meshwright.core.measures import MemoryBreakdown
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Precision, Strategy
+from meshwright.cost.activations import (
+    embedding_terms,
+    head_terms,
+    kept_layer_terms,
+    layer_terms,
+    loss_terms,
+    total_bytes,
+)
+from meshwright.schedule.closed_form import peak_live
+
+NUM_MOMENTS = {"adamw": 2, "sgd": 0}
+
+
+def memory(
+    model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int], buckets: Sequence[Bucket] | None = None
+) -> MemoryBreakdown:
+    """Peak of one training step of the rank at mesh coordinates `at` (pp, dp, tp).
+
+    `buckets` are those of the rank, where the caller has them already. Each is padded to a multiple of dp.
+    """
+    recipe = strategy.recipe
+    held = sum(b.numel for b in (rank_buckets(model, strategy, at) if buckets is None else buckets))
+    updated = held // strategy.dp if strategy.zero else held
+    state_bytes = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
+    return MemoryBreakdown(
+        parameters_bytes=held * recipe.parameter_bytes,
+        gradients_bytes=held * recipe.gradient_bytes,
+        optimizer_bytes=updated * state_bytes,
+        activations_bytes=activations_bytes(model, job, strategy, at[PP]),
+        buffers_bytes=_tables_bytes(model, job, strategy),
+    )
+
+
+def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> int:
+    """What autograd keeps at the worst instant of a step on one rank of a stage.
+
+    Without recompute: all live micro-batches, each with everything. With it there are two candidates: the end of the
+    last forward, or the backward of the last layer, when the head's share of that micro-batch is gone and one whole
+    layer has come back.
+    """
+    part = _one_micro_batch(
+        model, strategy.tp, strategy.precision, strategy.recompute, strategy.micro_batch_size, job.seq_length
+    )
+    live = peak_live(strategy.schedule, strategy.pp, strategy.num_micro_batches)[stage]
+    num_layers = len(strategy.stage_layers(model.num_layers)[stage])
+    front = part.front if stage == 0 else 0
+    back = part.back if stage == strategy.pp - 1 else 0
+    end_of_forward = live * (front + num_layers * part.kept + back)
+    if strategy.recompute == "none":
+        return end_of_forward
+    return max(end_of_forward, end_of_forward - back + part.layer - part.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Bytes that one micro-batch keeps on one rank."""
+
+    front: int
+    """By the embedding."""
+    kept: int
+    """By each layer, from forward to backward."""
+    layer: int
+    """By a layer whose backward runs."""
+    back: int
+    """By head and loss."""
+
+
+@lru_cache(maxsize=4096)
+def _one_micro_batch(
+    model: ModelSpec, tp: int, precision: Precision, recompute: Literal["none", "full"], b: int, s: int
+) -> _Parts:
+    """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
+    alone = Strategy(tp=tp, precision=precision, recompute=recompute)
+    return _Parts(
+        front=total_bytes(embedding_terms(model, alone, b, s)),
+        kept=total_bytes(kept_layer_terms(model, alone, b, s)),
+        layer=total_bytes(layer_terms(model, alone, b, s)),
+        back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s)]),
+    )
+
+
+def _tables_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
+    """Rotary tables: cosines of every head dim, sines of half of them, per position."""
+    if model.positions != "rope":
+        return 0
+    return job.seq_length * (model.head_dim + model.head_dim // 2) * strategy.recipe.parameter_bytes
