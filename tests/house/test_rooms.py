@@ -25,7 +25,10 @@ LEVELS = {
 }
 """A room imports rooms of a lower level, and itself."""
 
-SIBLINGS = {("cli", "report"): "the terminal shows the same figures as the other readers"}
+SIBLINGS = {
+    ("cli", "report"): "the terminal shows the same figures as the other readers",
+    ("cost", "schedule"): "how many micro-batches' activations live at once follows from the table",
+}
 """Imports between rooms of one level, each with its reason."""
 
 WITHOUT_TORCH = ("core", "cost", "schedule", "sim", "planner", "report")

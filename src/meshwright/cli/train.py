@@ -36,9 +36,7 @@ def train_command(
     tokenizer: Annotated[str | None, typer.Option(help="Hugging Face tokenizer; default: trained on the text.")] = None,
     pretrained: Annotated[str | None, typer.Option(help="Hugging Face folder whose weights to start from.")] = None,
     max_text_bytes: Annotated[int | None, typer.Option(help="How much of the standard library to read.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, in any layout.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Train a plan: starts its own ranks, or takes its place among those of torchrun or Slurm."""
     if (text is None) != stdlib and not resume:

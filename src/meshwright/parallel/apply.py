@@ -19,6 +19,7 @@ from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
 from meshwright.parallel import pipeline, recompute, tensor
+from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.loss import IGNORE, cross_entropy_sum
 from meshwright.parallel.pipeline import MicroBatch, StageRunner
@@ -120,6 +121,10 @@ class ParallelModel:
     def constants(self) -> list[torch.Tensor]:
         """Tables that the model keeps besides its parameters, such as rotary positions."""
         return [buffer for buffer in self._model.buffers() if buffer is not None]
+
+    def census(self) -> ActivationCensus:
+        """A context that counts what autograd keeps of this model's activations."""
+        return ActivationCensus([*(bucket.parameters for bucket in self.states.buckets), *self.constants()])
 
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` on the one rank of a tp group that counts it, zero on the others."""

@@ -160,6 +160,8 @@ class StageRunner:
             flight.gradient = step.loss_gradient.to(out.dtype) if self.is_last else None
         if self.is_last:
             flight.out = None
+            if flight.edge is None:
+                del step.in_flight[action.micro_batch]  # evaluation: nothing comes back
 
     def _backward(self, step: _Step, action: Action) -> None:
         flight = step.in_flight[action.micro_batch]

@@ -15,7 +15,7 @@ from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh, start
 from meshwright.core.axes import DP
-from meshwright.core.measures import Traffic
+from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.placement import kv_replicas
 from meshwright.core.plan import Plan
 from meshwright.models import hf, init
@@ -87,6 +87,17 @@ class Engine:
         sums = [self.parallel.evaluate(micro_batches) for micro_batches in rounds]
         self.mesh.ledger.take()
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
+
+    def memory(self, activations_bytes: int) -> MemoryBreakdown:
+        """What this rank holds, counted; activations as a census found them."""
+        states = self.parallel.states
+        return MemoryBreakdown(
+            parameters_bytes=states.parameter_bytes,
+            gradients_bytes=states.gradient_bytes,
+            optimizer_bytes=self.optimizer.state_bytes,
+            activations_bytes=activations_bytes,
+            buffers_bytes=sum(t.numel() * t.element_size() for t in self.parallel.constants()),
+        )
 
     def save(
         self, folder: Path | str, step: int, extra: dict[str, Any] | None = None, *, keep: int | None = None

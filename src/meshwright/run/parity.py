@@ -7,7 +7,7 @@ that Adam hides. Inputs differ on every rank, and so do the numbers of counted t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from meshwright.core.axes import DP, coordinates_of
 from meshwright.core.job import Job
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
+from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
 from meshwright.models import init
 from meshwright.models.build import build
@@ -28,6 +29,8 @@ from meshwright.run.engine import Engine
 from meshwright.train.optimizer import OptimizerOptions
 
 NUM_STEPS = 3
+ACTIVATION_TOLERANCE = 0.05
+"""Activations are counted by what autograd keeps; all other categories must be equal to the byte."""
 LEARNING_RATE = {"sgd": 0.5, "adamw": 1e-2}
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest difference, relative to the largest element of the reference."""
@@ -60,7 +63,7 @@ class Mismatch:
 
 
 def make_batches(job: Job, plan: Plan, seed: int, step: int) -> StepBatches:
-    """Random tokens with uneven masks; the last dp rank has a micro-batch, and in step 1 nothing but ones, without a token."""
+    """Random tokens with uneven masks. The last dp rank has one micro-batch without a counted token; in step 1, all."""
     strategy = plan.strategy
     generator = torch.Generator().manual_seed(1000 * seed + step)
     shape = (strategy.micro_batch_size, job.seq_length + 1)
@@ -139,7 +142,8 @@ def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mi
     for step in range(NUM_STEPS):
         at = f"{kind} step {step}"
         batches = make_batches(plan.job, plan, seed, step)
-        loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
+        with engine.parallel.census() as census:
+            loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
         expected_loss = reference.gradients(batches)
         yield from _compare_boxes(engine, _gradient_runs(engine), lambda p: p.grad, reference, f"gradient|{at}")
         stats = engine.update(loss, LEARNING_RATE[kind])
@@ -148,6 +152,7 @@ def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mi
         yield from _compare_number(engine, float(stats.grad_norm), expected_norm, f"norm|{at}")
         yield from _compare_boxes(engine, _weights(engine), lambda p: p.detach(), reference, f"weight|{at}")
         yield from _compare_traffic(engine, at)
+        yield from _compare_memory(engine, census.peak_bytes, at)
 
 
 def _gradient_runs(engine: Engine) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
@@ -214,4 +219,14 @@ def _compare_traffic(engine: Engine, at: str) -> Iterator[Mismatch]:
             )
 
 
-__all__: Sequence[str] = ("Mismatch", "Reference", "find_mismatch", "make_batches")
+def _compare_memory(engine: Engine, activations_bytes: int, at: str) -> Iterator[Mismatch]:
+    plan = engine.plan
+    job = plan.job.model_copy(update={"optimizer": engine.optimizer.options.kind})
+    forecast = memory(plan.model, job, plan.strategy, engine.mesh.coordinates).to_dict()
+    counted = engine.memory(activations_bytes).to_dict()
+    for category, expected in forecast.items():
+        allowed = ACTIVATION_TOLERANCE if category == "activations_bytes" else 0.0
+        error = abs(counted[category] - expected) / max(expected, 1)
+        if error > allowed:
+            where = f"{category} ({at}): {counted[category]} counted, {expected} forecast"
+            yield Mismatch("memory", where, error, counted[category] / expected if expected else None)

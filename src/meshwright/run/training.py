@@ -14,12 +14,11 @@ from meshwright.checkpoint.folder import newest
 from meshwright.comm.collectives import barrier
 from meshwright.core.axes import DP, WORLD
 from meshwright.core.errors import InputError
-from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.record import RankRecord
 from meshwright.models.build import build
-from meshwright.parallel.census import ActivationCensus
 from meshwright.run.engine import Engine, make_mesh, parallelize
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
@@ -135,9 +134,8 @@ class Training:
     def _measured_step(self, micro_batches: Any, rate: float) -> Any:
         """One step under the census and the trace; slower, so its time is not counted."""
         engine, runner = self.engine, self.engine.parallel.runner
-        states = [b.parameters for b in engine.parallel.states.buckets]
         runner.trace = []
-        with ActivationCensus([*states, *engine.parallel.constants()]) as census:
+        with engine.parallel.census() as census:
             loss = engine.forward_backward(micro_batches)
         trace, runner.trace = runner.trace, None
         stats = engine.update(loss, rate)
@@ -161,19 +159,12 @@ class Training:
 
     def record(self) -> RankRecord:
         """What this rank measured."""
-        states, measured = self.engine.parallel.states, self.measured
-        memory = MemoryBreakdown(
-            parameters_bytes=states.parameter_bytes,
-            gradients_bytes=states.gradient_bytes,
-            optimizer_bytes=self.engine.optimizer.state_bytes,
-            activations_bytes=measured.activations_bytes,
-            buffers_bytes=sum(t.numel() * t.element_size() for t in self.engine.parallel.constants()),
-        )
+        measured = self.measured
         times = measured.step_times_s[1:] or measured.step_times_s or [0.0]
         return RankRecord(
             self.mesh.rank,
             self.mesh.coordinates,
-            memory,
+            self.engine.memory(measured.activations_bytes),
             measured.traffic,
             statistics.median(times),
             measured.pipeline_s,
