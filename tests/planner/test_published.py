@@ -9,6 +9,7 @@ import pytest
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
+from meshwright.planner.rank import plan
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ def build(row: Published, model, cluster) -> Plan:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_published_layout_is_a_legal_plan(row, model, cluster):
-    plan = build(row, model, cluster)
-    assert plan.strategy.tp * plan.strategy.pp * plan.strategy.dp == row.num_devices == plan.cluster.num_devices
-    assert plan.strategy.dp * plan.strategy.num_micro_batches * plan.strategy.micro_batch_size == row.batch
-    assert sum(len(layers) for layers in plan.strategy.stage_layers(row.num_layers)) == row.num_layers
-    assert Plan.from_toml(plan.to_toml()) == plan
+    built = build(row, model, cluster)
+    assert built.strategy.tp * built.strategy.pp * built.strategy.dp == row.num_devices == built.cluster.num_devices
+    assert built.strategy.dp * built.strategy.num_micro_batches * built.strategy.micro_batch_size == row.batch
+    assert sum(len(layers) for layers in built.strategy.stage_layers(row.num_layers)) == row.num_layers
+    assert Plan.from_toml(built.to_toml()) == built
 
 
 @pytest.mark.parametrize(
@@ -99,10 +100,18 @@ def test_llama_3_405b_at_8k_gpus(model, cluster):
         strategy = Strategy(
             dp=dp, tp=8, pp=16, zero=1, num_micro_batches=batch // dp, precision="bf16", layers_per_stage=counts
         )
-        plan = Plan(
+        built = Plan(
             model=spec,
             cluster=cluster(dp * 16, 8),
             job=Job(seq_length=8192, global_batch_size=batch),
             strategy=strategy,
         )
-        assert plan.strategy.world_size == {64: 8192, 128: 16384}[dp]
+        assert built.strategy.world_size == {64: 8192, 128: 16384}[dp]
+
+
+def test_the_planner_finds_the_layout_that_bloom_was_trained_with(model, cluster):
+    """Le Scao et al. 2022, §3.2: tp 4, pp 12, dp 8 and ZeRO-1 on 384 A100."""
+    row = next(r for r in ROWS if r.name == "bloom-176b")
+    published = build(row, model, cluster)
+    ranked = plan(published.model, published.cluster, published.job).ranked
+    assert (8, 4, 12, 1) in [(f.strategy.dp, f.strategy.tp, f.strategy.pp, f.strategy.zero) for f in ranked[:3]]

@@ -96,16 +96,27 @@ def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[Term]:
 def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[Term]:
     terms = [z.kept("mlp input", z.hidden)]
     if not spec.gated_mlp:
-        return [*terms, z.kept("up", z.ffn), z.kept("activated", z.ffn)]
-    terms += [z.kept("gate", z.ffn), z.kept("up", z.ffn), z.kept("product", z.ffn)]
-    return terms if spec.activation == "silu" else [*terms, z.kept("activated gate", z.ffn)]
+        terms += [z.kept("up", z.ffn), z.kept("activated", z.ffn)]
+    else:
+        terms += [z.kept("gate", z.ffn), z.kept("up", z.ffn), z.kept("product", z.ffn)]
+        terms += [] if spec.activation == "silu" else [z.kept("activated gate", z.ffn)]
+    return _expert_terms(spec, z, terms) if spec.num_experts else terms
+
+
+def _expert_terms(spec: ModelSpec, z: _Sizes, one: list[Term]) -> list[Term]:
+    """Router input and scores, then all of one expert, its copy of the input included, for each expert of a token.
+
+    A forecast only: mixtures of experts are not built yet, so that nothing is counted against it.
+    """
+    router = [z.kept("router input", z.hidden), z.statistics("router scores", spec.num_experts)]
+    return [*router, *(Term(f"experts' {term.name}", term.bytes * spec.experts_per_token) for term in one)]
 
 
 def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
     """What one layer keeps of one micro-batch on one rank when nothing is recomputed.
 
     Args:
-        spec: a dense model.
+        spec: the model; of a mixture, experts are taken to be evenly loaded.
         strategy: read for tp and precision.
         b: sequences of the micro-batch.
         s: tokens of a sequence.

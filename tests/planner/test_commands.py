@@ -1,0 +1,107 @@
+"""`meshwright plan` and `meshwright show`, as typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.core.errors import InputError, RuleError
+from meshwright.core.plan import Plan
+
+SMALL = ["plan", "demo-s", "local:8", "--seq", "256", "--batch", "32"]
+
+
+def test_plan_prints_the_ranking_the_bytes_and_the_reason(capsys):
+    assert main(SMALL) == 0
+    shown = capsys.readouterr().out
+    for word in ("param", "activ", "dp wire", "bubble", "gradients", "fits", "Not offered", "Rules of thumb that hold"):
+        assert word in shown
+    assert re.search(r"tp-heads ×\d+", shown)
+
+
+def test_what_is_planned_can_be_shown(capsys, tmp_path):
+    file = str(tmp_path / "plan.toml")
+    fixed = ["--fix", "dp=2", "--fix", "tp=2", "--fix", "layers_per_stage=1,3", "--zero", "1", "--recompute", "full"]
+    assert main([*SMALL, *fixed, "--schedule", "gpipe", "--precision", "bf16", "-o", file]) == 0
+    strategy = Plan.load(file).strategy
+    assert (strategy.dp, strategy.tp, strategy.pp, strategy.zero) == (2, 2, 2, 1)
+    assert (strategy.layers_per_stage, strategy.recompute) == ((1, 3), "full")
+    assert (strategy.schedule, strategy.precision) == ("gpipe", "bf16")
+    capsys.readouterr()
+    assert main(["show", file]) == 0
+    shown = capsys.readouterr().out
+    assert "layers per stage" in shown
+    assert "1, 3" in shown
+    assert "stage 1" in shown
+    assert "recomputation" in shown
+    assert re.search(r"^r0: F0 ", shown, re.MULTILINE)
+    assert re.search(r"^r1: \. +F0 ", shown, re.MULTILINE)
+
+
+def test_a_long_pipeline_is_shortened(capsys, tmp_path):
+    file = str(tmp_path / "plan.toml")
+    wide = ["plan", "llama-3-70b", "20x8xh100", "--seq", "4096", "--batch", "160", "--fix", "pp=20", "--fix", "tp=8"]
+    assert main([*wide, "-o", file]) == 0
+    capsys.readouterr()
+    assert main(["show", file]) == 0
+    shown = capsys.readouterr().out
+    rows = [line for line in shown.splitlines() if re.match(r"r\d+:", line)]
+    assert len(rows) == 16
+    assert "… and 4 more ranks" in shown
+    assert max(map(len, rows)) <= 220
+
+
+def test_options_that_a_command_line_gets_wrong(tmp_path):
+    for argv, error, words in (
+        ([*SMALL, "--fix", "dp=3"], RuleError, "nearest legal"),
+        ([*SMALL, "--fix", "zero=2"], InputError, "0 or 1"),
+        ([*SMALL, "--fix", "zero=1", "--zero", "0"], InputError, "already fixed"),
+        ([*SMALL, "--optimizer", "adam"], InputError, "'adamw' or 'sgd'"),
+        ([*SMALL, "-o", str(tmp_path / "none" / "plan.toml")], InputError, "cannot be written"),
+        (["plan", "demo-xl", "local:2"], InputError, "no model `demo-xl`"),
+        (["show", str(tmp_path / "plan.toml")], InputError, "no such file"),
+        (["plan", "llama-3-405b", "8xh100"], RuleError, "it fits on"),
+    ):
+        with pytest.raises(error) as caught:
+            main(argv)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_written_where_nothing_is_planned(tmp_path):
+    file = tmp_path / "plan.toml"
+    with pytest.raises(RuleError):
+        main([*SMALL, "--fix", "tp=3", "-o", str(file)])
+    assert not file.exists()
+
+
+def test_a_damaged_plan_is_one_line(tmp_path):
+    file = tmp_path / "plan.toml"
+    assert main([*SMALL, "-o", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    for damaged in (text[: len(text) // 2], text.replace("dp = ", "dq = "), ""):
+        file.write_text(damaged, encoding="utf-8")
+        with pytest.raises(InputError) as caught:
+            main(["show", str(file)])
+        assert str(Path(file)) in str(caught.value)
+
+
+def test_a_plan_edited_by_hand_into_something_illegal_is_refused(tmp_path):
+    file = tmp_path / "plan.toml"
+    assert main([*SMALL, "--fix", "dp=4", "-o", str(file)]) == 0
+    file.write_text(file.read_text(encoding="utf-8").replace("dp = 4", "dp = 5"), encoding="utf-8")
+    with pytest.raises(RuleError, match="nearest legal"):
+        main(["show", str(file)])
+
+
+def test_every_preset_can_be_planned(capsys):
+    from meshwright.core.sources import model_names
+
+    few = ["--fix", "micro_batch_size=1", "--recompute", "full", "--schedule", "1f1b", "--zero", "1"]
+    for name in model_names():
+        devices = "64x8xh100" if any(size in name for size in ("405b", "175b", "176b")) else "8x8xh100"
+        assert main(["plan", name, devices, "--seq", "512", "--batch", "512", *few]) == 0
+        assert "is the fastest of" in capsys.readouterr().out
