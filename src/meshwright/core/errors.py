@@ -40,5 +40,9 @@ class CheckpointError(MeshwrightError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class ParityError(MeshwrightError):
+    """A layout that does not compute what one process computes. Names the first number that differs."""
+
+
 class RankError(MeshwrightError):
     """A rank that failed. The message names the rank."""

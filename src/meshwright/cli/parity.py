@@ -1,0 +1,48 @@
+"""`meshwright parity`: does this layout compute what one process computes?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.core.errors import ParityError
+from meshwright.core.plan import Plan
+from meshwright.run.environment import detect
+from meshwright.run.launch import enter_ranks
+
+
+def parity_command(
+    plan: Annotated[Path, typer.Argument(help="Plan file written by `meshwright plan`.")],
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+) -> None:
+    """Run the plan's layout on a tiny clone of its model beside one process, number by number."""
+    from meshwright.run.tiny import tiny_plan
+
+    clone, notes = tiny_plan(Plan.load(plan))
+    is_parent = detect(os.environ) is None
+    if is_parent:
+        smaller = f" ({', '.join(notes)})" if notes else ""
+        typer.echo(f"{clone.strategy.describe()} on `{clone.model.name}`{smaller}")
+    if enter_ranks(sys.argv[1:], clone.strategy.world_size) is not None:
+        _compare(clone, seed)
+    if is_parent:
+        typer.echo(
+            "pass: gradients, norms, losses, weights after SGD and clipped AdamW equal one process; "
+            "traffic and memory equal the forecast"
+        )
+
+
+def _compare(clone: Plan, seed: int) -> None:
+    from meshwright.comm.collectives import barrier
+    from meshwright.run.engine import make_mesh
+    from meshwright.run.parity import find_mismatch
+
+    mesh = make_mesh(clone)
+    mismatch = find_mismatch(clone, mesh, seed)
+    if mismatch is not None:
+        raise ParityError(str(mismatch))
+    barrier(mesh["world"])

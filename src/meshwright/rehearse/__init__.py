@@ -1,0 +1,1 @@
+"""Room `rehearse` (level 6): the witnesses beside each other."""

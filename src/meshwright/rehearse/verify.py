@@ -1,0 +1,74 @@
+"""Verify: what each rank measured beside what was forecast for it.
+
+Traffic must agree to the byte, memory exactly but for activations. Times are shown, not judged: they depend
+on how well the cluster's description fits the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from meshwright.core.axes import DP, TP
+from meshwright.core.errors import InputError
+from meshwright.core.plan import Plan
+from meshwright.core.record import RankRecord
+from meshwright.cost.memory import memory
+from meshwright.cost.traffic import traffic
+
+ACTIVATION_TOLERANCE = 0.05
+"""Activations are counted by what autograd keeps, and forecast by formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One quantity of one rank that is not as forecast."""
+
+    rank: int
+    what: str
+    forecast: int
+    measured: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.what}: {self.forecast:,} {self.unit} forecast, {self.measured:,} measured"
+
+
+def differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
+    """Everything that is not as forecast, over all ranks.
+
+    Raises:
+        InputError: the records are not those of the plan's ranks.
+    """
+    records = list(records)
+    found = sorted(record.rank for record in records)
+    if found != list(range(plan.strategy.world_size)):
+        raise InputError(f"records of ranks {found}, but the plan has ranks 0 to {plan.strategy.world_size - 1}")
+    return [d for record in records for d in (*_traffic(plan, record), *_memory(plan, record))]
+
+
+def _traffic(plan: Plan, record: RankRecord) -> Iterator[Difference]:
+    expected = traffic(plan.model, plan.job, plan.strategy, record.coordinates).rows
+    measured = record.traffic.rows
+    for key in sorted({*expected, *measured}):
+        theirs, ours = expected.get(key), measured.get(key)
+        if theirs != ours:
+            calls = (theirs.calls if theirs else 0, ours.calls if ours else 0)
+            sent = (theirs.wire_bytes if theirs else 0, ours.wire_bytes if ours else 0)
+            pair, unit = (sent, "bytes") if sent[0] != sent[1] else (calls, "calls")
+            yield Difference(record.rank, " ".join(key), *pair, unit)
+
+
+def _memory(plan: Plan, record: RankRecord) -> Iterator[Difference]:
+    expected = memory(plan.model, plan.job, plan.strategy, record.coordinates).to_dict()
+    for category, measured in record.memory.to_dict().items():
+        allowed = ACTIVATION_TOLERANCE * expected[category] if category == "activations_bytes" else 0
+        if abs(measured - expected[category]) > allowed:
+            yield Difference(record.rank, category.removesuffix("_bytes"), expected[category], measured, "bytes")
+
+
+def measured_bubble(records: Iterable[RankRecord]) -> float | None:
+    """Idle share of the pipeline's ranks in the measured step: 1 − busy / makespan, over one pipeline."""
+    row = [r for r in records if r.coordinates[DP] == 0 and r.coordinates[TP] == 0]
+    makespan_s = max(r.pipeline_s for r in row)
+    return 1 - sum(r.busy_s for r in row) / (len(row) * makespan_s) if makespan_s else None
