@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.core.errors import InputError, RankError
 from meshwright.run.command import run_command
 
 
@@ -17,6 +16,7 @@ def run_rank(how: str, where: Path) -> None:
     print(f"stdout of rank {rank}", flush=True)
     print(f"stderr of rank {rank}", file=sys.stderr, flush=True)
     if how == "well":
+        (where / f"terminal-{rank}").write_text(str(sys.stdout.isatty()))
         (where / f"omp-{rank}").write_text(os.environ["OMP_NUM_THREADS"])
         return
     if how == "consequence" and rank == 0:
@@ -31,14 +31,8 @@ def fail(how: str) -> None:
     match how:
         case "error":
             raise ValueError("seven is not prime\nand more")
-        case "input":
-            raise InputError("data.txt: no such file")
-        case "peer":
-            raise RankError("tp: a peer is gone")
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "status":
-            os._exit(3)
         case "consequence":
             time.sleep(0.5)
             raise ValueError("the cause")

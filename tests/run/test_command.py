@@ -6,6 +6,11 @@ from meshwright.core.errors import InputError
 from meshwright.run.command import run_command
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
 def fail(error: BaseException) -> None:
     raise error
 
@@ -18,6 +23,14 @@ def test_status_of_a_command_that_ends_well() -> None:
 def test_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda: fail(InputError("a.toml: no\n such file"))) == 1
     assert capsys.readouterr().err == "meshwright: error: a.toml: no such file\n"
+
+
+def test_a_rank_of_torchrun_says_which_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert run_command(lambda: fail(InputError("no"))) == 1
+    assert capsys.readouterr().err == "meshwright: error: rank 3: no\n"
 
 
 def test_traceback_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

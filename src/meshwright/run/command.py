@@ -50,7 +50,7 @@ def run_command(main: Callable[[], int | None]) -> int:
     except MeshwrightError as error:
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
-        print_error(str(error))
+        print_error(f"{_rank_prefix()}{error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -59,6 +59,11 @@ def run_command(main: Callable[[], int | None]) -> int:
 def is_launched() -> bool:
     """Whether this process is a rank that `launch` started."""
     return RECORD in os.environ
+
+
+def _rank_prefix() -> str:
+    """Among ranks that torchrun or Slurm started, each speaks for itself."""
+    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
 
 
 def print_error(message: str) -> None:

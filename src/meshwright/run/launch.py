@@ -47,13 +47,18 @@ def enter_ranks(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = N
     if world is None:
         launch(argv, num_ranks, log_dir=log_dir)
         return None
-    if world.world_size != num_ranks:
-        raise InputError(
-            f"{world.source} started {world.world_size} ranks, but the plan needs dp × tp × pp = {num_ranks}; "
-            f"start {num_ranks} ranks or plan for {world.world_size} devices"
-        )
+    check_num_ranks(world, num_ranks)
     os.environ.update(world.variables())
     return world
+
+
+def check_num_ranks(world: World, num_ranks: int) -> None:
+    """Raise InputError where torchrun or Slurm started another number of ranks than the plan needs."""
+    if world.world_size != num_ranks:
+        raise InputError(
+            f"{world.source} started a world of {world.world_size}, but the plan needs dp × tp × pp = {num_ranks}; "
+            f"start as many ranks, or plan for a cluster of {world.world_size}"
+        )
 
 
 def launch(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None, module: str = ENTRY) -> None:
