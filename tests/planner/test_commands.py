@@ -100,7 +100,7 @@ def test_a_plan_edited_by_hand_into_something_illegal_is_refused(tmp_path):
 def test_every_preset_can_be_planned(capsys):
     from meshwright.core.sources import model_names
 
-    few = ["--fix", "micro_batch_size=1", "--recompute", "full", "--schedule", "1f1b", "--zero", "1"]
+    few = ["--fix", "dp=8", "--fix", "micro_batch_size=1", "--recompute", "full", "--schedule", "1f1b", "--zero", "1"]
     for name in model_names():
         devices = "64x8xh100" if any(size in name for size in ("405b", "175b", "176b")) else "8x8xh100"
         assert main(["plan", name, devices, "--seq", "512", "--batch", "512", *few]) == 0

@@ -189,6 +189,12 @@ def test_a_fixed_field_that_stands_in_the_way_is_named(llama_70b, cluster):
         plan(llama_70b, cluster(8, 8), job, {"zero": 0, "dp": 8, "tp": 4})
 
 
+def test_fixed_micro_batches_do_not_hide_what_would_help(llama_70b, cluster):
+    job = Job(seq_length=4096, global_batch_size=64)
+    with pytest.raises(RuleError, match=r"it fits on \d+ devices instead of 8"):
+        plan(llama_70b, cluster(1, 8), job, {"num_micro_batches": 16})
+
+
 # --- how much work planning is -------------------------------------------------------------------------------
 
 

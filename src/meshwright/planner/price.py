@@ -106,7 +106,7 @@ class Pricer:
     def forecast(self, strategy: Strategy) -> Forecast:
         """Memory and traffic exactly; seconds in closed form."""
         costs = self.step_costs(strategy)
-        stage, breakdown = self._fullest(strategy)
+        stage, breakdown = self.fullest(strategy)
         return Forecast(
             strategy=strategy,
             memory=breakdown,
@@ -186,7 +186,8 @@ class Pricer:
             for stage in sorted(set(self._kinds(strategy)))
         }
 
-    def _fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
+    def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
+        """The stage whose ranks hold most, and what they hold."""
         return max(self.memory_by_stage(strategy).items(), key=lambda item: item[1].total_bytes)
 
 

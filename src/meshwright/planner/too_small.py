@@ -9,6 +9,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
+from meshwright.core.units import format_bytes
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.price import Forecast, Pricer
 
@@ -25,8 +26,8 @@ def nothing_fits(
     held = closest.memory
     message = (
         f"`{model.name}` does not fit on `{cluster.name}`{fixed}: the closest, {closest.strategy.describe()}, "
-        f"{closest.limit} ({held.states_bytes / 1e9:.3g} GB states + {held.activations_bytes / 1e9:.3g} GB activations "
-        f"+ {held.buffers_bytes / 1e9:.3g} GB buffers on rank {closest.rank})"
+        f"{closest.limit} ({format_bytes(held.states_bytes)} states + {format_bytes(held.activations_bytes)} activations "
+        f"+ {format_bytes(held.buffers_bytes)} buffers on rank {closest.rank})"
     )
     change = next(_changes(model, cluster, job, fix), None)
     return RuleError(f"{message}; {change or 'no single change tried here makes it fit'}", "memory")
@@ -50,9 +51,11 @@ def _changes(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str,
 
 
 def _smallest(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Forecast | None:
+    """The legal strategy that needs least memory; larger micro-batches never need less."""
+    sized = "micro_batch_size" in fix or "num_micro_batches" in fix
     try:
-        legal = strategies(model, cluster, job, fix).legal
+        legal = strategies(model, cluster, job, fix if sized else {**fix, "micro_batch_size": 1}).legal
     except RuleError:
         return None
     pricer = Pricer(model, cluster, job)
-    return min((pricer.forecast(s) for s in legal), key=lambda f: f.memory.total_bytes)
+    return pricer.forecast(min(legal, key=lambda s: pricer.fullest(s)[1].total_bytes))
