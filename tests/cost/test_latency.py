@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.job import Job
 from meshwright.core.measures import StepTime
 from meshwright.core.model import ModelSpec
-from meshwright.core.program import Action, Kind
+from meshwright.core.program import COMPUTE_KINDS, Action
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import hardware_flops
 from meshwright.cost.latency import (
@@ -179,7 +179,7 @@ def test_the_closed_form_is_a_close_lower_bound_on_the_clock(schedule):
         costs = stages(forward_s, [2 * f for f in forward_s], [draw.choice((0.0, 0.1, 0.4))] * (p - 1))
         strategy = Strategy(pp=p, num_micro_batches=m, schedule=schedule)
         timeline = simulate(program(schedule, p, m), costs)
-        clock = [max(event.end_s for event in row) for row in timeline.events]
+        clock = [max(e.end_s for e in row if e.action.kind in COMPUTE_KINDS) for row in timeline.events]
         closed = stage_ends_s(costs, strategy)
         assert all(bound <= end * (1 + 1e-9) for bound, end in zip(closed, clock, strict=True))
         ratios.append(closed[0] / clock[0])
@@ -192,7 +192,6 @@ def test_the_clock_asks_for_the_durations_of_the_table():
     asked = [costs.duration_s(Action.parse(text).kind, Action.parse(text).stage) for text in
              ("F0@2", "B0@1", "SEND_F0@1", "SEND_B0@1", "SEND_B0@2", "ARM@0", "REDUCE@0")]  # fmt: skip
     assert asked == [3.0, 5.0, 0.2, 0.1, 0.2, 0.0, 0.0]
-    assert Kind.RECV_F not in (Kind.F, Kind.B)
 
 
 def test_one_micro_batch_goes_there_and_back():

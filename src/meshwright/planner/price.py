@@ -15,6 +15,7 @@ from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
 from meshwright.core.model import ModelSpec
+from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.strategy import Strategy
 from meshwright.cost.latency import (
     StageCosts,
@@ -192,8 +193,8 @@ class Pricer:
 
 
 def last_work_ends_s(timeline: Timeline) -> list[float]:
-    """When each rank ends its last action."""
-    return [max(event.end_s for event in row) for row in timeline.events]
+    """When each rank ends its last backward; its last gradient is on the way from then on."""
+    return [max(event.end_s for event in row if event.action.kind in COMPUTE_KINDS) for row in timeline.events]
 
 
 def price(model: ModelSpec, cluster: ClusterSpec, job: Job, strategy: Strategy) -> Forecast:

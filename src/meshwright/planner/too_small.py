@@ -26,8 +26,8 @@ def nothing_fits(
     held = closest.memory
     message = (
         f"`{model.name}` does not fit on `{cluster.name}`{fixed}: the closest, {closest.strategy.describe()}, "
-        f"{closest.limit} ({format_bytes(held.states_bytes)} states + {format_bytes(held.activations_bytes)} activations "
-        f"+ {format_bytes(held.buffers_bytes)} buffers on rank {closest.rank})"
+        f"{closest.limit} ({format_bytes(held.states_bytes)} states + {format_bytes(held.activations_bytes)} "
+        f"activations + {format_bytes(held.buffers_bytes)} buffers on rank {closest.rank})"
     )
     change = next(_changes(model, cluster, job, fix), None)
     return RuleError(f"{message}; {change or 'no single change tried here makes it fit'}", "memory")
