@@ -67,12 +67,26 @@ def train(plan: Plan, run: RunFolder, given: dict[str, object], *, resume: bool)
     from meshwright.run.training import Training
 
     Training(plan, options, run).run(resume=resume)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _show(run)
+
+
+def _show(run: RunFolder) -> None:
+    """The loss curve, in the terminal and as a picture."""
+    from meshwright.report.figures import write_loss_figure
+    from meshwright.report.tables import sparkline
+    from meshwright.train.metrics import read_metrics
+
+    rows = read_metrics(run.path)
+    picture = write_loss_figure(run.path)
+    typer.echo(f"loss {rows[0].loss:.3f} {sparkline([row.loss for row in rows])} {rows[-1].loss:.3f}  ({picture})")
 
 
 def _set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:
     """Once per run, before any rank starts, so that a user's mistake is met early and leaves nothing behind."""
-    from meshwright.run.training import prepare_data
+    from meshwright.run.training import check_runnable, prepare_data
 
+    check_runnable(plan)
     if resume:
         run.plan()
         run.write(plan, options)

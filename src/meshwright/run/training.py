@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.checkpoint.folder import newest
 from meshwright.comm.collectives import barrier
 from meshwright.core.axes import DP, WORLD
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS
@@ -30,6 +30,19 @@ from meshwright.train.progress import Progress
 
 MEASURED_STEP = 2
 """Counted from the first step of the process: by then everything lazy has been made."""
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raises UnsupportedError where a plan can be made but not yet carried out; before anything is started."""
+    build(plan.model)
+    window = plan.model.sliding_window
+    if window is not None and plan.job.seq_length > window:
+        raise UnsupportedError(
+            f"sequences of {plan.job.seq_length} tokens are longer than the sliding window of {window} of "
+            f"`{plan.model.name}`, and windowed attention is not implemented; plan for --seq {window} at most"
+        )
+    if not plan.strategy.recipe.runnable:
+        raise UnsupportedError(f"precision `{plan.strategy.precision}` is for forecasts only; plan for `bf16`")
 
 
 def prepare_data(plan: Plan, options: TrainOptions, run: RunFolder) -> PreparedData:
