@@ -3,7 +3,8 @@
     python benchmarks/collectives.py [--ranks 2 4] [--sizes 4K 1M 16M 64M] [--repeats 9]
 
 Prints median milliseconds by size of the full buffer (fp32). All candidates of a primitive run
-alternating in one process group, on one thread per rank. `ours` is what `comm.collectives` does.
+alternating in one process group, on one thread per rank. `sockets` and
+`shared memory` are what `comm` does between hosts and on one host.
 """
 
 from __future__ import annotations
@@ -59,21 +60,24 @@ def exchange_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> None:
     torch.sum(received.view(axis.size, -1), 0, out=out)
 
 
-def candidates(axis: Axis, num_bytes: int) -> dict[tuple[str, str], Callable[[], object]]:
+def candidates(axis: Axis, host: Axis, num_bytes: int) -> dict[tuple[str, str], Callable[[], object]]:
     """(primitive, algorithm) → one call."""
     full = torch.zeros(num_bytes // 4)
     block, whole = torch.zeros(full.numel() // axis.size), torch.empty_like(full)
     return {
-        ("all_reduce", "ours"): lambda: collectives.all_reduce(full, axis),
+        ("all_reduce", "shared memory"): lambda: collectives.all_reduce(full, host),
+        ("all_reduce", "sockets"): lambda: collectives.all_reduce(full, axis),
         ("all_reduce", "gloo"): lambda: dist.all_reduce(full, group=axis.group),
         ("all_reduce", "two exchanges"): lambda: exchange_all_reduce(full, axis),
-        ("reduce_scatter", "ours"): lambda: collectives.reduce_scatter(block, full, axis),
+        ("reduce_scatter", "shared memory"): lambda: collectives.reduce_scatter(block, full, host),
+        ("reduce_scatter", "sockets"): lambda: collectives.reduce_scatter(block, full, axis),
         ("reduce_scatter", "gloo"): lambda: dist.reduce_scatter_single(block, full, group=axis.group),
         ("reduce_scatter", "all-to-all + sum"): lambda: exchange_reduce_scatter(block, full, axis),
-        ("all_gather", "ours"): lambda: collectives.all_gather(whole, block, axis),
+        ("all_gather", "shared memory"): lambda: collectives.all_gather(whole, block, host),
+        ("all_gather", "sockets"): lambda: collectives.all_gather(whole, block, axis),
         ("all_gather", "gloo"): lambda: dist.all_gather_single(whole, block, group=axis.group),
         ("all_gather", "ring"): lambda: ring_all_gather(whole, block, axis),
-        ("all_to_all", "ours"): lambda: collectives.all_to_all(whole, full, axis),
+        ("all_to_all", "sockets"): lambda: collectives.all_to_all(whole, full, axis),
         ("all_to_all", "gloo"): lambda: dist.all_to_all_single(whole, full, group=axis.group),
     }
 
@@ -82,10 +86,11 @@ def measure(rank: int, world: int, meeting_file: str, sizes: list[int], repeats:
     """One rank's medians, the candidates alternating."""
     torch.set_num_threads(1)
     mesh.start_local(meeting_file, rank, world)
-    axis = mesh.Mesh.create({"dp": world})["dp"]
+    axis = mesh.Mesh.create({"dp": world}, shared_memory=False)["dp"]
+    host = mesh.Mesh.create({"dp": world})["dp"]
     medians: Timings = {}
     for num_bytes in sizes:
-        calls = candidates(axis, num_bytes)
+        calls = candidates(axis, host, num_bytes)
         seconds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
         for _ in range(repeats):
             for key, call in calls.items():

@@ -9,6 +9,7 @@ replaced, so that one broken test does not break the next.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -165,6 +166,7 @@ def _serve(pipe: connection.Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
@@ -187,4 +189,5 @@ def _perform(job: _Job) -> tuple[bool, Any]:
     except BaseException:
         return False, traceback.format_exc()
     finally:
+        gc.collect()  # an exception that fn caught may still hold the sockets for which others wait
         mesh.stop()

@@ -19,6 +19,7 @@ from meshwright.comm.collectives import (
 )
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.p2p import recv_start, send_start
+from meshwright.comm.transports.segments import SLOT_BYTES
 from meshwright.core.errors import InputError
 
 SIZES = [1, 2, 3, 4, 5]
@@ -32,12 +33,15 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul(10).to(dtype)
 
 
-def axis_of(world: int) -> Axis:
-    return Mesh.create({"dp": world})["dp"]
+def axis_of(world: int, shared_memory: bool = True) -> Axis:
+    return Mesh.create({"dp": world}, shared_memory=shared_memory)["dp"]
 
 
-def check_definitions(rank: int, world: int) -> None:
-    axis = axis_of(world)
+TRANSPORTS = pytest.mark.parametrize("shared_memory", [True, False], ids=["memory", "sockets"])
+
+
+def check_definitions(rank: int, world: int, shared_memory: bool) -> None:
+    axis = axis_of(world, shared_memory)
     for numel in NUMELS:
         everyone = [values(r, (world * numel,)) for r in range(world)]
         own = slice(rank * numel, (rank + 1) * numel)
@@ -53,9 +57,10 @@ def check_definitions(rank: int, world: int) -> None:
     barrier(axis)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("world", SIZES)
-def test_each_primitive_equals_its_definition(ranks, world):
-    ranks(check_definitions, world)
+def test_each_primitive_equals_its_definition(ranks, world, shared_memory):
+    ranks(check_definitions, world, shared_memory)
 
 
 def check_identities(rank: int, world: int) -> None:
@@ -90,35 +95,38 @@ def test_uneven_exchange_with_empty_parts(ranks, world):
     ranks(check_uneven_exchange, world)
 
 
-def reduced(rank: int, world: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    axis = axis_of(world)
+def reduced(rank: int, world: int, numel: int, dtype: torch.dtype, shared_memory: bool) -> tuple[Tensor, Tensor]:
+    axis = axis_of(world, shared_memory)
     x = values(rank, (numel * world,), dtype)
     block = reduce_scatter(x.new_empty(numel), x, axis)
     return all_reduce(x, axis), block
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [5, 30_001])
 @pytest.mark.parametrize("world", [3, 4])
-def test_sums_have_the_same_bits_on_all_ranks_and_in_every_run(ranks, world, numel, dtype):
-    first, second = ranks(reduced, world, numel, dtype), ranks(reduced, world, numel, dtype)
+def test_sums_have_the_same_bits_on_all_ranks_and_in_every_run(ranks, world, numel, dtype, shared_memory):
+    job = (reduced, world, numel, dtype, shared_memory)
+    first, second = ranks(*job), ranks(*job)
     for (total, block), (total_again, block_again) in zip(first, second):
         assert torch.equal(total, first[0][0])
         assert torch.equal(total, total_again)
         assert torch.equal(block, block_again)
 
 
-def test_bf16_is_summed_in_fp32_and_rounded_once(ranks):
+@TRANSPORTS
+def test_bf16_is_summed_in_fp32_and_rounded_once(ranks, shared_memory):
     for numel in (5, 30_001):
         exact = sum(values(r, (numel * 4,), torch.bfloat16).float() for r in range(4)).bfloat16()
-        for rank, (total, block) in enumerate(ranks(reduced, 4, numel, torch.bfloat16)):
+        for rank, (total, block) in enumerate(ranks(reduced, 4, numel, torch.bfloat16, shared_memory)):
             assert torch.equal(total, exact)
             assert torch.equal(block, exact[rank * numel : (rank + 1) * numel])
 
 
-def check_in_place(rank: int, world: int) -> None:
+def check_in_place(rank: int, world: int, shared_memory: bool) -> None:
     """Shards are views into the flat buffer: the other blocks must stay as they are."""
-    axis, numel = axis_of(world), 1000
+    axis, numel = axis_of(world, shared_memory), 1000
     own = slice(rank * numel, (rank + 1) * numel)
     everyone = [values(r, (world * numel,)) for r in range(world)]
     flat = everyone[rank].clone()
@@ -134,14 +142,15 @@ def check_in_place(rank: int, world: int) -> None:
     assert torch.equal(flat, torch.cat([x[r * numel : (r + 1) * numel] for r, x in enumerate(everyone)]))
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("world", SIZES)
-def test_shards_may_be_views_of_the_full_buffer(ranks, world):
-    ranks(check_in_place, world)
+def test_shards_may_be_views_of_the_full_buffer(ranks, world, shared_memory):
+    ranks(check_in_place, world, shared_memory)
 
 
-def check_overlapping(rank: int, world: int) -> None:
+def check_overlapping(rank: int, world: int, shared_memory: bool) -> None:
     """Several calls in flight, waited for in order, their inputs dropped by the caller."""
-    axis, numel = axis_of(world), 40_000
+    axis, numel = axis_of(world, shared_memory), 40_000
     everyone = [[values(10 * k + r, (world * numel,)) for r in range(world)] for k in range(3)]
     blocks = [torch.empty(numel, dtype=torch.float64) for _ in range(3)]
     works = [reduce_scatter_start(blocks[k], everyone[k][rank].clone(), axis) for k in range(3)]
@@ -158,9 +167,10 @@ def check_overlapping(rank: int, world: int) -> None:
     torch.testing.assert_close(total, sum(everyone[1]))
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_calls_overlap(ranks, world):
-    ranks(check_overlapping, world)
+def test_calls_overlap(ranks, world, shared_memory):
+    ranks(check_overlapping, world, shared_memory)
 
 
 def check_messages(rank: int, world: int) -> None:
@@ -180,6 +190,39 @@ def check_messages(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_messages_find_their_tag(ranks, world):
     ranks(check_messages, world)
+
+
+def check_large(rank: int, world: int) -> None:
+    """Several pieces of a slot, not of equal length."""
+    axis, numel = axis_of(world), 2 * SLOT_BYTES // 4 // world + 13
+    everyone = [torch.arange(world * numel).remainder(1000).float() + r for r in range(world)]
+    own = slice(rank * numel, (rank + 1) * numel)
+    total = sum(everyone)
+    assert torch.equal(all_reduce(everyone[rank].clone(), axis), total)
+    assert torch.equal(reduce_scatter(torch.empty(numel), everyone[rank], axis), total[own])
+    long = torch.arange(2 * SLOT_BYTES // 4 + 7).float() + rank
+    gathered = all_gather(torch.empty(world * long.numel()), long, axis).view(world, -1)
+    assert all(torch.equal(gathered[r], long - rank + r) for r in range(world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensors_that_pass_in_pieces(ranks, world):
+    ranks(check_large, world)
+
+
+def waits_out_of_order(rank: int, world: int) -> None:
+    """A call runs after those that were started before it, also when it is waited for first."""
+    axis = axis_of(world)
+    first, second = torch.full((4,), 1.0 + rank), torch.full((4,), 10.0 * (1 + rank))
+    works = [all_reduce_start(first, axis), all_reduce_start(second, axis)]
+    for work in works if rank == 0 else works[::-1]:
+        work.wait()
+    assert first[0].item() == 3.0
+    assert second[0].item() == 30.0
+
+
+def test_ranks_may_wait_in_different_orders(ranks):
+    ranks(waits_out_of_order, 2)
 
 
 def one_rank() -> Axis:

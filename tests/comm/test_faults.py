@@ -32,9 +32,13 @@ def call(primitive: str, axis: Axis, numel: int) -> None:
     calls[primitive]()
 
 
-def lose_rank_1(rank: int, world: int, primitive: str, numel: int, how: int) -> tuple[str, float]:
-    axis = Mesh.create({"dp": world})["dp"]
+def lose_rank_1(
+    rank: int, world: int, primitive: str, numel: int, how: int, shared_memory: bool = True
+) -> tuple[str, float]:
+    axis = Mesh.create({"dp": world}, shared_memory=shared_memory)["dp"]
     c.barrier(axis)
+    if primitive != "all_to_all":  # that one is lost before the ranks have met in memory
+        c.all_reduce(torch.ones(1), axis)
     if rank == 1:
         os.kill(os.getpid(), how)
     began = time.monotonic()
@@ -46,9 +50,16 @@ def lose_rank_1(rank: int, world: int, primitive: str, numel: int, how: int) -> 
 PRIMITIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "receive", "barrier"]
 
 
-@pytest.mark.parametrize(("primitive", "numel"), [("all_reduce", LARGE), *((p, SMALL) for p in PRIMITIVES)])
-def test_a_killed_rank_is_noticed_within_seconds(ranks, primitive, numel):
-    answers = ranks(lose_rank_1, 3, primitive, numel, signal.SIGKILL, may_die=[1])
+CASES = [
+    ("all_reduce", LARGE, True),
+    *((primitive, SMALL, True) for primitive in PRIMITIVES),
+    *((primitive, SMALL, False) for primitive in PRIMITIVES[:3]),
+]
+
+
+@pytest.mark.parametrize(("primitive", "numel", "shared_memory"), CASES)
+def test_a_killed_rank_is_noticed_within_seconds(ranks, primitive, numel, shared_memory):
+    answers = ranks(lose_rank_1, 3, primitive, numel, signal.SIGKILL, shared_memory, may_die=[1])
     assert answers[1] is None
     for rank in (0, 2):
         text, seconds = answers[rank]
@@ -56,7 +67,15 @@ def test_a_killed_rank_is_noticed_within_seconds(ranks, primitive, numel):
         assert seconds < 10
 
 
-@pytest.mark.parametrize("primitive", ["all_reduce", "reduce_scatter", "receive"])
+def test_the_lost_rank_is_named(ranks):
+    assert ranks(lose_rank_1, 2, "all_reduce", SMALL, signal.SIGKILL, may_die=[1])[0][0].endswith(
+        "the process of rank 1 has ended"
+    )
+    stopped = ranks(lose_rank_1, 2, "all_reduce", SMALL, signal.SIGSTOP, may_die=[1], group_timeout_s=1.5)
+    assert stopped[0][0].endswith("rank 1 did not come within 1.5 s")
+
+
+@pytest.mark.parametrize("primitive", ["reduce_scatter", "receive"])
 def test_a_stopped_rank_is_noticed_at_the_timeout(ranks, primitive):
     answers = ranks(lose_rank_1, 2, primitive, SMALL, signal.SIGSTOP, may_die=[1], group_timeout_s=1.5)
     text, seconds = answers[0]

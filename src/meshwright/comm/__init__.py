@@ -5,5 +5,5 @@ collectives     raw forms over one axis, blocking and asynchronous
 differentiable  the same for autograd, each with its adjoint
 p2p             messages between two ranks of an axis
 ledger          one row per call: primitive, axis, phase, bytes
-transports/     how bytes move: alone (one rank), gloo (CPU), nccl (GPU)
+transports/     how bytes move: alone (one rank), host (shared memory), gloo (sockets), nccl (GPU)
 """

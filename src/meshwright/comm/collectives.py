@@ -2,7 +2,8 @@
 
 Tensors are contiguous, of any shape; blocks are taken along dim 0, in order of the rank's position.
 Nothing here is seen by autograd: for that, take :mod:`meshwright.comm.differentiable`.
-All ranks of an axis make the same calls in the same order, and wait for them in that order.
+All ranks of an axis start the same calls in the same order, and each rank waits for all that it
+started: a rank that waits may need a peer to wait too.
 Each call writes one row in the ledger; over an axis of one rank it copies, and writes none.
 
 Semantics and costs: Chan et al., Collective communication: theory, practice, and experience, 2007.
@@ -43,7 +44,7 @@ def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_start(out: Tensor, x: Tensor, axis: Axis) -> Work:
-    """Asynchronous :func:`reduce_scatter`: blocks travel while the caller computes, `wait` sums them."""
+    """Asynchronous :func:`reduce_scatter`. `x` may be changed after `wait` only."""
     _check_contiguous("reduce_scatter", out, x)
     _check_blocks("reduce_scatter", full=x, block=out, axis=axis)
     return begin_counted("reduce_scatter", axis, x.nbytes, lambda: axis.transport.reduce_scatter(out, x))

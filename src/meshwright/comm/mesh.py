@@ -24,6 +24,7 @@ from meshwright.comm.ledger import Ledger
 from meshwright.comm.transports.alone import Alone
 from meshwright.comm.transports.base import Transport
 from meshwright.comm.transports.gloo import Gloo
+from meshwright.comm.transports.host import Host
 from meshwright.comm.transports.nccl import Nccl
 from meshwright.core.axes import MESH_ORDER, PP, PP_ENDS, TP, TP_KV, WORLD, coordinates_of, rank_of
 from meshwright.core.errors import InputError, RankError
@@ -126,13 +127,21 @@ class Mesh:
     ledger: Ledger
 
     @classmethod
-    def create(cls, sizes: Mapping[str, int], *, kv_replicas: int = 1, ledger: Ledger | None = None) -> Mesh:
+    def create(
+        cls,
+        sizes: Mapping[str, int],
+        *,
+        kv_replicas: int = 1,
+        ledger: Ledger | None = None,
+        shared_memory: bool = True,
+    ) -> Mesh:
         """The mesh of this run. Called by every rank, with the same arguments.
 
         Args:
             sizes: axis → number of ranks; axes that are left out have one.
             kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
             ledger: where calls are counted; a new one by default.
+            shared_memory: CPU ranks of one host reduce and gather through shared memory, not sockets.
 
         Raises:
             InputError: the product of the sizes is not the number of ranks, or an unknown axis.
@@ -141,11 +150,14 @@ class Mesh:
         rank, device = (dist.get_rank() if dist.is_initialized() else 0), _device()
         ledger = ledger or Ledger()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        transports: dict[tuple[int, ...], Transport] = {}
         axes = {}
         for name, lines in axis_groups(full, kv_replicas).items():
             _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
-            axes[name] = _axis(name, rank, ranks, groups[ranks], device, ledger)
+            group = groups[ranks]
+            transport = transports.setdefault(ranks, _transport(group, device, shared_memory))
+            axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, transport, group, device, ledger)
         return cls(rank, full, coordinates_of(rank, full), axes, device, ledger)
 
     def __getitem__(self, axis: str) -> Axis:
@@ -220,16 +232,12 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return timeout
 
 
-def _axis(
-    name: str,
-    rank: int,
-    ranks: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    ledger: Ledger,
-) -> Axis:
-    transport: Transport = Alone() if group is None else Nccl(group) if device.type == "cuda" else Gloo(group)
-    return Axis(name, len(ranks), ranks.index(rank), ranks, transport, group, device, ledger)
+def _transport(group: dist.ProcessGroup | None, device: torch.device, shared_memory: bool) -> Transport:
+    if group is None:
+        return Alone()
+    if device.type == "cuda":
+        return Nccl(group)
+    return Host(group, _timeout_of(group).total_seconds()) if shared_memory else Gloo(group)
 
 
 def brief(error: Exception) -> str:

@@ -26,7 +26,7 @@ SMALL_BYTES = 64 * 1024
 FIRST_OWN_TAG = 1 << 24
 """Tags below are the caller's; from here on they count the exchanges of this transport."""
 _NUM_OWN_TAGS = 1 << 20
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -41,7 +41,7 @@ class Gloo(Transport):
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
         if x.nbytes <= SMALL_BYTES:
             return self._all_reduce_small(x, op)
-        if op == "sum" and x.dtype in _LOW_PRECISION:
+        if op == "sum" and x.dtype in LOW_PRECISION:
             return self._all_reduce_low_precision(x)
         return Pending([dist.all_reduce(x, _OPS[op], group=self._group, async_op=True)], alive=[x])
 
@@ -116,7 +116,7 @@ def combine(parts: Sequence[Tensor], own: int, out: Tensor, op: ReduceOp) -> Non
 
     16-bit floats are summed in fp32 and rounded once.
     """
-    if op == "sum" and out.dtype in _LOW_PRECISION:
+    if op == "sum" and out.dtype in LOW_PRECISION:
         total = parts[0].float()
         for part in parts[1:]:
             total += part
