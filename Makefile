@@ -63,7 +63,7 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)
 
 docs: $(STAMP)
-	@$(BIN)/python -m pytest tests/docs --regenerate $(ARGS)
+	@$(BIN)/python -m pytest tests/docs tests/claims --regenerate $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -37,8 +37,8 @@ def gigabytes(num_bytes: float) -> float:
 
 
 def show(answer: Answer) -> str:
-    """`p=2: 1 · p=4: 1.5`, at most six significant digits."""
-    return " · ".join(f"{name}: {_text(value)}" for name, value in answer.items())
+    """One entry a line, at most six significant digits."""
+    return "<br>".join(f"{name}: {_text(value)}" for name, value in answer.items())
 
 
 def _text(value: object) -> str:
@@ -54,8 +54,8 @@ def _text(value: object) -> str:
 
 HEADER = """# Claims
 
-What introductions to large-model training say, the value that follows from it, and what this project computes, through
-the functions named. Every row is a test; this page is written by it.
+What introductions to large-model training say, the value that a reader should get, and what this project computes
+through the functions named. Every row is a test, and this page is written by it (`make docs`).
 
 70B is 70·10⁹ parameters; 1 GB is 10⁹ bytes. S is the size of a whole buffer, p (or t, D) the number of ranks, m
 the number of micro-batches. Numbers that are missing here belong to techniques that are not there yet: sequence and
@@ -68,8 +68,11 @@ context parallelism, mixtures of experts, key/value caches.
 
 def page(claims: list[Claim], answers: Mapping[int, Answer]) -> str:
     """The table as Markdown."""
-    return HEADER + "".join(
-        f"| {c.number} | {c.claim} | {show(c.expected)} | {show(answers[c.number])} | "
-        f"{', '.join(f'`{name}`' for name in c.by)} | {c.verdict} |\n"
-        for c in claims
-    )
+    return HEADER + "".join(_row(claim, answers[claim.number]) for claim in claims)
+
+
+def _row(claim: Claim, ours: Answer) -> str:
+    value, computed = show(claim.expected), show(ours)
+    by = "<br>".join(f"`{name}`" for name in claim.by)
+    same = "the same" if computed == value else computed
+    return f"| {claim.number} | {claim.claim} | {value} | {same} | {by} | {claim.verdict} |\n"
