@@ -1,6 +1,7 @@
-"""The composition, in one visible order: cut → shard → bind → recompute → reduce → run.
+"""The composition, in one visible order: cut → shard → bind → write gradients directly → recompute → reduce → run.
 
-plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ recompute.apply ─▶ data ─▶ StageRunner
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ recompute.apply ─▶ data ─▶
+StageRunner
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
-from meshwright.parallel import pipeline, recompute, tensor
+from meshwright.parallel import direct, pipeline, recompute, tensor
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.loss import IGNORE, cross_entropy_sum
@@ -64,6 +65,7 @@ class ParallelModel:
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
+        direct.apply(self.states)
         if strategy.recompute == "full":
             recompute.apply(model.layers, mesh.ledger)
         self.reducer = GradientReducer(self.states, mesh, strategy.zero)

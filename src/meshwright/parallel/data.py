@@ -43,6 +43,9 @@ class GradientReducer:
                 self._bind(index, bucket, slot)
 
     def _bind(self, index: int, bucket: FlatBucket, slot: Slot) -> None:
+        if (sink := self._states.sinks.get(slot.placement.name)) is not None:
+            sink.on_written = lambda: self._ready(index)
+            return
         parameter = self._states.parameters[slot.placement.name]
         view = bucket.view(bucket.gradients, slot)
         if parameter.dtype == view.dtype:
@@ -63,7 +66,12 @@ class GradientReducer:
         """The next backward is the last of the step: buckets may go as soon as they are complete."""
         self._armed = True
         self._waiting = deque(enumerate(self._states.buckets))
-        self._missing = {i: len(b.layout.slots) for i, b in self._waiting}
+        self._missing = {i: sum(map(self._num_writes, b.layout.slots)) for i, b in self._waiting}
+
+    def _num_writes(self, slot: Slot) -> int:
+        """How often one backward reports this gradient: autograd once, sinks for every layer that writes."""
+        sink = self._states.sinks.get(slot.placement.name)
+        return 1 if sink is None else sink.num_uses
 
     def _ready(self, index: int) -> None:
         if not self._armed:
@@ -88,6 +96,7 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, bucket: FlatBucket) -> None:
         dp = self._mesh[DP]
+        self._states.settle(bucket)
         with self._mesh.ledger.phase("gradients"):
             for axis in bucket.layout.sum_over:
                 all_reduce(bucket.gradients, self._mesh[axis])

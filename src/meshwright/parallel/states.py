@@ -5,6 +5,9 @@ What it costs: `cost.memory`, parameters and gradients.
 
     bucket.parameters  | q.weight | k.weight | norm | pad |    every nn.Parameter is a view
     bucket.gradients   | q.weight | k.weight | norm | pad |    every gradient is accumulated in place
+
+Autograd adds to a gradient that was zeroed. Layers that write their own (`parallel.direct`) do it through a
+GradientSink, whose first write of a step replaces what was there.
 """
 
 from __future__ import annotations
@@ -23,6 +26,51 @@ from meshwright.core.precision import Recipe
 from meshwright.core.strategy import Strategy
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class GradientSink:
+    """A weight's gradient as its layers write it: the first write of a step replaces, later ones add.
+
+    Attributes:
+        view: the gradient, in the weight's local shape and the recipe's gradient dtype.
+        num_uses: layers that write it, each once per micro-batch; 2 where embedding and head are tied.
+        on_written: called after every write.
+    """
+
+    __slots__ = ("_is_fresh", "num_uses", "on_written", "view")
+
+    def __init__(self, view: torch.Tensor, num_uses: int) -> None:
+        self.view = view
+        self.num_uses = num_uses
+        self.on_written: Callable[[], None] = lambda: None
+        self._is_fresh = True
+
+    def start_step(self) -> None:
+        """What the view holds does not count any more."""
+        self._is_fresh = True
+
+    def settle(self) -> None:
+        """A gradient that nobody wrote is zero."""
+        if self._is_fresh:
+            self.view.zero_()
+            self._is_fresh = False
+
+    def add_product(self, grads: torch.Tensor, inputs: torch.Tensor) -> None:
+        """view [out, in] += gradsᵀ · inputs, of grads [T, out] and inputs [T, in]."""
+        if grads.dtype == self.view.dtype:
+            self.view.addmm_(grads.t(), inputs, beta=0 if self._is_fresh else 1)
+        elif self._is_fresh:
+            self.view.copy_(grads.t() @ inputs)
+        else:
+            self.view.add_(grads.t() @ inputs)
+        self._is_fresh = False
+        self.on_written()
+
+    def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """view [n, h]: row ids[t] += rows[t], of ids [T] and rows [T, h]."""
+        self.settle()
+        self.view.index_add_(0, ids, rows.to(self.view.dtype))
+        self.on_written()
 
 
 @dataclass(slots=True)
@@ -44,6 +92,8 @@ class FlatStates:
     Attributes:
         buckets: in the order in which backward completes them.
         parameters: logical name → the nn.Parameter, a view of a bucket.
+        owners: logical name → the (module, attribute) places that use it.
+        sinks: logical name → how its layers write its gradient; the others are left to autograd.
         recipe: dtypes of each copy.
     """
 
@@ -55,15 +105,17 @@ class FlatStates:
         layouts = make_buckets(self.placements, strategy.dp, strategy.bucket_bytes, self.recipe.gradient_bytes)
         self.buckets = [self._allocate(layout, device) for layout in layouts]
         self.parameters: dict[str, nn.Parameter] = {}
-        modules = _owners(model, spec)
+        self.sinks: dict[str, GradientSink] = {}
+        self.owners = _owners(model, spec)
         for bucket, slot in self.slots():
             parameter = nn.Parameter(bucket.view(bucket.parameters, slot))
             self.parameters[slot.placement.name] = parameter
-            for module, attribute in modules.pop(slot.placement.name, ()):
+            for module, attribute in self.owners.get(slot.placement.name, ()):
                 module._parameters[attribute] = parameter
-        if modules:
+        unknown = self.owners.keys() - self.parameters.keys()
+        if unknown:
             raise InputError(
-                f"the model has parameters that its spec does not place here: {', '.join(sorted(modules))}"
+                f"the model has parameters that its spec does not place here: {', '.join(sorted(unknown))}"
             )
 
     def _allocate(self, layout: Bucket, device: torch.device) -> FlatBucket:
@@ -89,9 +141,20 @@ class FlatStates:
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """Start a new step."""
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
+        """Start a new step. What a sink will replace is not zeroed."""
+        for bucket, slot in self.slots():
+            sink = self.sinks.get(slot.placement.name)
+            if sink is None:
+                bucket.gradients[slot.start : slot.stop].zero_()
+            else:
+                sink.start_step()
+
+    @torch.no_grad()
+    def settle(self, bucket: FlatBucket) -> None:
+        """Make `bucket.gradients` valid as a whole, also where no micro-batch has written."""
+        for slot in bucket.layout.slots:
+            if (sink := self.sinks.get(slot.placement.name)) is not None:
+                sink.settle()
 
     @property
     def parameter_bytes(self) -> int:

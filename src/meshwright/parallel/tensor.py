@@ -12,6 +12,8 @@ The plain modules are the base: with tp = 1 the same code runs over an axis of s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,26 +23,55 @@ from meshwright.comm.mesh import Axis
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.placement import TP_DIMS, dim_range
 
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 REGIONS = ("attention", "mlp", "head")
 """Modules whose input is whole on every rank and whose inside is sharded."""
 
 
+class ColumnParallelLinear(nn.Module):
+    """y_i = x · W_iᵀ + b_i. Input [.., in], whole on every rank; output [.., out/t].
+
+    Attributes:
+        multiply: (x, weight, bias) → product; `parallel.direct` puts another one here.
+    """
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.bias = plain.bias
+        self.multiply: Multiply = F.linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x, self.weight, self.bias)
+
+
 class RowParallelLinear(nn.Module):
-    """y = all_reduce(x_i · W_iᵀ) + b. Input [.., in/t], output [.., out], whole on every rank."""
+    """y = all_reduce(x_i · W_iᵀ) + b. Input [.., in/t], output [.., out], whole on every rank.
+
+    Attributes:
+        multiply: as of :class:`ColumnParallelLinear`; called without the bias.
+    """
 
     def __init__(self, plain: nn.Linear, axis: Axis) -> None:
         super().__init__()
         self.weight = plain.weight
         self.bias = plain.bias
         self.axis = axis
+        self.multiply: Multiply = F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = reduce_from(F.linear(x, self.weight), self.axis)
+        y = reduce_from(self.multiply(x, self.weight, None), self.axis)
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [first, first + n) of the table; other ids give zeros, and the sum over tp is the lookup."""
+    """Rows [first, first + n) of the table; other ids give zeros, and the sum over tp is the lookup.
+
+    Attributes:
+        look_up: (ids, weight) → rows; `parallel.direct` puts another one here.
+    """
 
     def __init__(self, plain: nn.Embedding, axis: Axis, first: int, num_rows: int) -> None:
         super().__init__()
@@ -48,11 +79,12 @@ class VocabParallelEmbedding(nn.Module):
         self.axis = axis
         self.first = first
         self.num_rows = num_rows
+        self.look_up: LookUp = F.embedding
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         local = ids - self.first
         outside = (local < 0) | (local >= self.num_rows)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        rows = self.look_up(local.masked_fill(outside, 0), self.weight)
         return reduce_from(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.axis)
 
 
@@ -70,8 +102,8 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis) -> None:
 
 def _replacement(model: nn.Module, path: str, param: ParamSpec, spec: ModelSpec, axis: Axis) -> nn.Module | None:
     module = _find(model, path)
-    if isinstance(module, nn.Linear) and param.dims[1] in TP_DIMS:
-        return RowParallelLinear(module, axis)
+    if isinstance(module, nn.Linear):
+        return RowParallelLinear(module, axis) if param.dims[1] in TP_DIMS else ColumnParallelLinear(module)
     if isinstance(module, nn.Embedding) and param.dims[0] in TP_DIMS:
         return VocabParallelEmbedding(
             module, axis, *dim_range(spec, param.dims[0], param.shape[0], axis.size, axis.index)

@@ -19,6 +19,9 @@ from meshwright.core.axes import DP, WORLD
 from meshwright.core.flat import Segment
 from meshwright.parallel.states import DTYPES, FlatBucket, FlatStates
 
+_NORM_ROW = 4096
+"""Elements whose squares are summed in fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
@@ -96,9 +99,8 @@ class FlatOptimizer:
         """Global gradient norm, and `loss` summed over all ranks, in one all-reduce of two float64."""
         pieces = [s.bucket.gradients[g.start : g.stop] for s in self.shards for g in s.norm_segments]
         squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        wide = torch.float64 if self._states.recipe.gradient == "fp64" else torch.float32
         for piece in pieces:
-            squares[0] += torch.linalg.vector_norm(piece, dtype=wide).double().square()
+            squares[0] += _sum_of_squares(piece)
         squares[1] = loss
         with self._mesh.ledger.phase("norm"):
             all_reduce(squares, self._mesh[WORLD])
@@ -148,3 +150,12 @@ class FlatOptimizer:
 
     def _sgd(self, shard: Shard, gradients: torch.Tensor, learning_rate: float, divisor: torch.Tensor) -> None:
         shard.master.sub_(gradients / divisor.to(gradients.dtype), alpha=learning_rate)
+
+
+def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Of a flat tensor, as float64: rows in at least fp32, their sum in float64, so that length costs no accuracy."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    whole = x.numel() // _NORM_ROW * _NORM_ROW
+    norms = torch.linalg.vector_norm(x[:whole].view(-1, _NORM_ROW), dim=-1, dtype=wide)
+    rest = torch.linalg.vector_norm(x[whole:], dtype=wide)
+    return norms.double().square().sum() + rest.double().square()

@@ -1,0 +1,84 @@
+"""Direct weight gradients: layers write dW into the flat buckets themselves.
+
+    autograd    gradᵀ · x ──▶ new tensor ──add──▶ view of a bucket, zeroed at the start of the step
+    here        gradᵀ · x ────────────────────────▶ view of a bucket; the first micro-batch replaces, the others add
+
+What it divides: nothing. What it saves, per weight, step and micro-batch: an allocation, a pass that writes dW, one
+that adds it, and the zeroing; of an embedding, a dense gradient of the whole table per micro-batch.
+What it needs: weights that are used by the layers below only, each once per micro-batch. Biases, norms and learned
+positions are left to autograd.
+What it costs: nothing; the same tensors are kept for backward. Measured in `docs/performance.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.parallel.states import FlatStates, GradientSink
+from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear; the weight's gradient goes to its sink, and autograd sees none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: GradientSink
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        grads = grad.reshape(-1, grad.shape[-1])
+        grad_x = (grads @ weight).view_as(x) if needs_x else None
+        ctx.sink.add_product(grads, x.reshape(-1, x.shape[-1]))
+        return grad_x, None, grads.sum(0) if needs_bias else None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """F.embedding; likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.sink = sink
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        ctx.sink.add_rows(ids.flatten(), grad.flatten(0, -2))
+        return None, None, None
+
+
+def apply(states: FlatStates) -> None:
+    """Give every weight that only such layers use a sink, and let its layers write into it."""
+    for bucket, slot in states.slots():
+        name = slot.placement.name
+        places = states.owners.get(name, [])
+        if places and all(_writes(module) and attribute == "weight" for module, attribute in places):
+            sink = states.sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), len(places))
+            for module, _ in places:
+                _install(module, sink)
+
+
+def _writes(module: nn.Module) -> bool:
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
+
+
+def _install(module: nn.Module, sink: GradientSink) -> None:
+    if isinstance(module, VocabParallelEmbedding):
+        module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
+    else:
+        module.multiply = lambda x, weight, bias: _Linear.apply(x, weight, bias, sink)
