@@ -48,13 +48,14 @@ def cluster(num_ranks: int) -> ClusterSpec:
     )  # fmt: skip
 
 
+def make_job(split: Strategy) -> tuple[ClusterSpec, Job]:
+    """The cluster and the batch that follow from a strategy."""
+    batch = split.dp * split.num_micro_batches * split.micro_batch_size
+    return cluster(split.world_size), Job(seq_length=SEQ_LENGTH, global_batch_size=batch)
+
+
 def make_plan(model: ModelSpec, **strategy: Any) -> Plan:
     """A plan whose batch and cluster follow from the strategy."""
     split = Strategy(**{"precision": "fp64", "bucket_bytes": 4000, "micro_batch_size": 1, **strategy})
-    batch = split.dp * split.num_micro_batches * split.micro_batch_size
-    return Plan(
-        model=model,
-        cluster=cluster(split.world_size),
-        job=Job(seq_length=SEQ_LENGTH, global_batch_size=batch),
-        strategy=split,
-    )
+    cluster, job = make_job(split)
+    return Plan(model=model, cluster=cluster, job=job, strategy=split)

@@ -1,0 +1,119 @@
+"""Every legal small layout, and a few of them that together cover all pairs of choices."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+from meshwright.core.model import ModelSpec
+from meshwright.core.plan import Plan
+from meshwright.core.rules import violations
+from meshwright.core.strategy import Strategy
+from tests.parallel.layouts import gpt2, llama, make_job, make_plan, qwen3
+
+MAX_RANKS = 8
+DEGREES = ("dp", "tp", "pp")
+
+MODELS: dict[str, ModelSpec] = {
+    "llama": llama(num_layers=3),
+    "qwen3": qwen3(num_layers=5),
+    "gpt2": gpt2(num_layers=2),
+    # Odd degrees: heads that 3 divides, wider together than the hidden size, biases on q, k, v only.
+    "qwen2": llama(family="qwen2", name="tiny-qwen2", num_layers=4, num_heads=6, num_kv_heads=3, qkv_bias=True),
+    # High degrees: eight heads over two key/value heads, and a layer for each of eight stages.
+    "deep": qwen3(name="tiny-deep", num_heads=8, num_kv_heads=2, num_layers=8, ffn_size=16),
+}
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "dp": tuple(range(1, MAX_RANKS + 1)),
+    "tp": tuple(range(1, MAX_RANKS + 1)),
+    "pp": tuple(range(1, MAX_RANKS + 1)),
+    "zero": (0, 1),
+    "schedule": ("naive", "gpipe", "1f1b"),
+    "num_micro_batches": (1, 2, 3, 4, 5),
+    "micro_batch_size": (1, 2),
+    "recompute": ("none", "full"),
+    "stages": ("even", "last heavy"),
+    "bucket_bytes": (1, 4000, 25 * 2**20),
+}
+
+Case = Mapping[str, Any]
+"""Factor → value."""
+
+
+def stage_list(case: Case) -> tuple[int, ...] | None:
+    """Layers of each stage: None leaves the split to the strategy; otherwise the last stage takes all extra ones."""
+    if case["stages"] == "even":
+        return None
+    stages = case["pp"]
+    return (1,) * (stages - 1) + (MODELS[case["model"]].num_layers - stages + 1,)
+
+
+def plan_of(case: Case, precision: str = "fp64") -> Plan:
+    """The plan of a case."""
+    split = {factor: value for factor, value in case.items() if factor not in ("model", "stages")}
+    return make_plan(MODELS[case["model"]], layers_per_stage=stage_list(case), precision=precision, **split)
+
+
+def legal_cases() -> list[Case]:
+    """All combinations that no rule forbids, in a fixed order."""
+    names = list(FACTORS)
+    rest = [dict(zip(names[4:], values, strict=True)) for values in product(*(FACTORS[name] for name in names[4:]))]
+    cases = []
+    for model, dp, tp, pp in product(*(FACTORS[name] for name in names[:4])):
+        if dp * tp * pp > MAX_RANKS or not _is_legal(MODELS[model], dp, tp, pp):
+            continue
+        degrees = {"model": model, "dp": dp, "tp": tp, "pp": pp}
+        cases += [{**degrees, **other} for other in rest if pp > 1 or other["stages"] == "even"]
+    return cases
+
+
+def _is_legal(model: ModelSpec, dp: int, tp: int, pp: int) -> bool:
+    split = Strategy(dp=dp, tp=tp, pp=pp)
+    cluster, job = make_job(split)
+    return not violations(split, model, cluster, job)
+
+
+def pairs_of(case: Case) -> Iterator[tuple[Any, ...]]:
+    """What a case covers: its degrees together, and each pair of choices (of degrees, those up to 4)."""
+    yield "degrees", case["dp"], case["tp"], case["pp"]
+    common = [(factor, value) for factor, value in case.items() if factor not in DEGREES or value <= 4]
+    for (a, x), (b, y) in combinations(common, 2):
+        yield a, x, b, y
+
+
+def covering(cases: Sequence[Case], seed: int = 0, breadth: int = 40) -> list[Case]:
+    """A small subset that covers every pair which any case covers. Greedy, the same on every machine.
+
+    Args:
+        cases: from which to choose.
+        seed: of the order in which candidates are looked at; other seeds give other subsets.
+        breadth: candidates compared per choice.
+    """
+    shuffled = random.Random(seed).sample(list(cases), len(cases))
+    holders: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for case in shuffled:
+        for pair in pairs_of(case):
+            holders[pair].append(case)
+    missing = dict.fromkeys(sorted(holders, key=lambda pair: (len(holders[pair]), str(pair))))
+    chosen = []
+    while missing:
+        candidates = holders[next(iter(missing))][:breadth]
+        best = max(candidates, key=lambda case: sum(pair in missing for pair in pairs_of(case)))
+        chosen.append(best)
+        for pair in pairs_of(best):
+            missing.pop(pair, None)
+    return chosen
+
+
+def jobs(plans: Sequence[Plan], per_job: int) -> Iterator[tuple[int, list[Plan]]]:
+    """(ranks, plans for so many ranks): several plans share one start of the process group."""
+    by_world: dict[int, list[Plan]] = defaultdict(list)
+    for plan in plans:
+        by_world[plan.strategy.world_size].append(plan)
+    for world, members in sorted(by_world.items()):
+        yield from ((world, members[at : at + per_job]) for at in range(0, len(members), per_job))

@@ -1,0 +1,105 @@
+"""Ways to break a run in a worker, from outside: reductions left out, scales and counts that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.transports.alone import Alone
+from meshwright.comm.transports.base import Handle, ReduceOp
+from meshwright.core.placement import Placement
+from meshwright.parallel import states
+from meshwright.parallel.apply import ParallelModel
+
+Mutation = Callable[[pytest.MonkeyPatch, Mesh], None]
+
+
+@dataclass
+class _Lacking(Alone):
+    """A transport without some of one primitive's calls: those leave this rank's own part as it is."""
+
+    whole: Any
+    primitive: str
+    phase: str
+    is_left_out: Callable[[int], bool]
+    """Of the call's number, counted from 0 within the phase."""
+    rank: int
+    size: int
+    ledger: Ledger
+    num_calls: int = 0
+
+    def _leaves_out(self, primitive: str) -> bool:
+        if primitive != self.primitive or self.ledger.current_phase != self.phase:
+            return False
+        self.num_calls += 1
+        return self.is_left_out(self.num_calls - 1)
+
+    def all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
+        return super().all_reduce(x, op) if self._leaves_out("all_reduce") else self.whole.all_reduce(x, op)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Handle:
+        if self._leaves_out("reduce_scatter"):
+            return super().reduce_scatter(out, x.view(self.size, -1)[self.rank])
+        return self.whole.reduce_scatter(out, x)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Handle:
+        if self._leaves_out("all_gather"):
+            return super().all_gather(out.view(self.size, -1)[self.rank], x)
+        return self.whole.all_gather(out, x)
+
+
+def without(
+    axis: str, primitive: str, phase: str, is_left_out: Callable[[int], bool] = lambda number: True
+) -> Mutation:
+    """Leave out this primitive on this axis in this phase, always or for some calls. Still counted by the ledger."""
+
+    def apply(patch: pytest.MonkeyPatch, mesh: Mesh) -> None:
+        whole = mesh.axes[axis]
+        lacking = _Lacking(whole.transport, primitive, phase, is_left_out, whole.index, whole.size, mesh.ledger)
+        patch.setitem(mesh.axes, axis, replace(whole, transport=lacking))
+
+    return apply
+
+
+def every(period: int, at: int) -> Callable[[int], bool]:
+    """Call `at` of every `period` calls."""
+    return lambda number: number % period == at % period
+
+
+def tokens_times(factor: float) -> Mutation:
+    """The step's loss is divided by a wrong number of tokens."""
+
+    def apply(patch: pytest.MonkeyPatch, mesh: Mesh) -> None:
+        right = ParallelModel.count_tokens
+        patch.setattr(ParallelModel, "count_tokens", lambda self, batches: right(self, batches) * factor)
+
+    return apply
+
+
+def counted_again(is_again: Callable[[Placement], bool]) -> Mutation:
+    """The norm counts copies of these parameters too."""
+
+    def apply(patch: pytest.MonkeyPatch, mesh: Mesh) -> None:
+        right = states.placements
+
+        def wrong(*args: Any) -> tuple[Placement, ...]:
+            return tuple(replace(p, owned=p.owned or is_again(p)) for p in right(*args))
+
+        patch.setattr(states, "placements", wrong)
+
+    return apply
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Mutation:
+    """`make` turns what stands at `owner.name` into what shall stand there."""
+
+    def apply(patch: pytest.MonkeyPatch, mesh: Mesh) -> None:
+        patch.setattr(owner, name, make(getattr(owner, name)))
+
+    return apply

@@ -1,0 +1,182 @@
+"""What parity must notice: with any one reduction left out, or one factor wrong, it names what then differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import Placement
+from meshwright.core.plan import Plan
+from meshwright.parallel.apply import ParallelModel
+from meshwright.run.engine import make_mesh
+from meshwright.run.parity import Mismatch, find_mismatch
+from meshwright.train.optimizer import FlatOptimizer, Shard
+from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
+from tests.parallel.mutations import Mutation, counted_again, every, replaced, tokens_times, without
+
+LLAMA = llama(num_layers=2)
+QWEN3 = qwen3(num_layers=2)
+GPT2 = gpt2(num_layers=2)
+
+BACKWARD = 1 + 2 * LLAMA.num_layers
+"""All-reduces over tp in a micro-batch's backward: head, then of each layer, from the last, mlp and attention."""
+FORWARD = BACKWARD + 2
+"""In its forward: embedding, then attention and mlp of each layer, then the loss's maximum and its sum."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A fault, a layout that needs what it breaks, and what parity has to say."""
+
+    mutation: Mutation
+    model: ModelSpec
+    strategy: dict[str, Any]
+    what: str
+    """The first that differs; over ranks, where some see it only in what follows from it."""
+    where: str = ""
+    """Pattern of the first place that differs."""
+    ratio: float | None = None
+    """Of ours to one process, on some rank, where the fault is a constant factor."""
+    plan: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", make_plan(self.model, **self.strategy))
+
+
+def _is_kv(placement: Placement) -> bool:
+    return ".attention.k." in placement.name or ".attention.v." in placement.name
+
+
+def _no_forward_sum(at: int) -> Mutation:
+    return without("tp", "all_reduce", "forward", every(FORWARD, at))
+
+
+def _no_backward_sum(at: int) -> Mutation:
+    return without("tp", "all_reduce", "backward", every(BACKWARD, at))
+
+
+def _counts_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    def count(self: ParallelModel, batches: Any) -> torch.Tensor:
+        with self.mesh.ledger.phase("count"):
+            all_reduce(torch.zeros((), dtype=torch.float64), self.mesh["dp"])
+        return right(self, batches)
+
+    return count
+
+
+def _unclipped(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, norm: torch.ones_like(norm)
+
+
+def _keeps_twice(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: [*right(self), *right(self)]
+
+
+D2, T2, T4, P2 = {"dp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "num_micro_batches": 2}
+
+CONTROLS = {
+    # Data parallelism.
+    "dp sum of gradients": Control(without("dp", "all_reduce", "gradients"), LLAMA, D2, "gradient norm", ratio=0.0),
+    "dp sum of gradients, zero 1": Control(
+        without("dp", "reduce_scatter", "gradients"), LLAMA, {**D2, "zero": 1}, "gradient norm", ratio=0.0
+    ),
+    "gather of parameters": Control(without("dp", "all_gather", "parameters"), LLAMA, {**D2, "zero": 1}, "weight"),
+    "count of tokens": Control(
+        without("dp", "all_reduce", "count"), LLAMA, {**D2, "num_micro_batches": 2}, "gradient"
+    ),
+    # Gradients that are partial over other axes.
+    "sum over key/value replicas": Control(
+        without("tp_kv", "all_reduce", "gradients"), LLAMA, T4, "gradient", r"layers.0.attention.k.weight"
+    ),
+    "sum over replicas of one key/value head": Control(
+        without("tp_kv", "all_reduce", "gradients"), QWEN3, T2, "gradient", r"layers.0.attention.k.weight"
+    ),
+    "tp sum of q and k norms": Control(
+        without("tp", "all_reduce", "gradients"), QWEN3, T2, "gradient", r"layers.0.attention.[qk]_norm.weight"
+    ),
+    "sum of tied embeddings": Control(
+        without("pp_ends", "all_reduce", "gradients"), QWEN3, P2, "gradient", r"embedding.weight"
+    ),
+    # Adjoints inside layers. What lies in front of the fault differs, what lies behind it does not.
+    "adjoint at the head": Control(_no_backward_sum(0), LLAMA, T2, "gradient", r"embedding.weight"),
+    "adjoint at the last mlp": Control(_no_backward_sum(1), LLAMA, T2, "gradient", r"embedding.weight"),
+    "adjoint at the last attention": Control(_no_backward_sum(2), LLAMA, T2, "gradient", r"embedding.weight"),
+    "adjoint at the first attention": Control(
+        _no_backward_sum(BACKWARD - 1), LLAMA, T2, "gradient", r"embedding.weight"
+    ),
+    # Sums of the forward pass.
+    "sum of the embedding": Control(_no_forward_sum(0), LLAMA, T2, "gradient"),
+    "sum behind attention": Control(_no_forward_sum(1), LLAMA, T2, "gradient"),
+    "sum behind mlp": Control(_no_forward_sum(2), GPT2, T2, "gradient"),
+    "maximum of logits": Control(_no_forward_sum(-2), LLAMA, T2, "gradient"),
+    "sum of exponentials": Control(_no_forward_sum(-1), LLAMA, T2, "gradient"),
+    "sum in recomputation": Control(
+        without("tp", "all_reduce", "recompute"), LLAMA, {**T2, "recompute": "full"}, "gradient"
+    ),
+    # Scales.
+    "gradients times micro-batches": Control(
+        tokens_times(1 / 3), LLAMA, {"pp": 2, "num_micro_batches": 3}, "gradient", ratio=3.0
+    ),
+    "mean over dp instead of sum": Control(tokens_times(2), LLAMA, {**D2, "zero": 1}, "gradient", ratio=0.5),
+    # The norm.
+    "norm over all ranks": Control(without("world", "all_reduce", "norm"), LLAMA, P2, "loss norm"),
+    "norm with both tied copies": Control(
+        counted_again(lambda p: p.name == "embedding.weight"), QWEN3, P2, "norm"
+    ),
+    "norm with every key/value replica": Control(counted_again(_is_kv), QWEN3, T2, "norm"),
+    "norm with every replica": Control(counted_again(lambda p: True), LLAMA, T2, "norm"),
+    "loss of two ranks counted": Control(
+        replaced(FlatOptimizer, "norm_and_loss", lambda right: lambda self, loss: tuple(2 * x for x in right(self, loss))),
+        LLAMA, D2, "loss", ratio=2.0,
+    ),  # fmt: skip
+    # The update.
+    "no clipping": Control(replaced(FlatOptimizer, "_clip_divisor", _unclipped), LLAMA, D2, "weight", r"adamw"),
+    "decay of vectors": Control(
+        replaced(Placement, "decay", lambda right: property(lambda self: True)),
+        LLAMA, D2, "weight", r"norm.weight` \(adamw step 0",
+    ),  # fmt: skip
+    # What is sent and held.
+    "a call too many": Control(
+        replaced(ParallelModel, "count_tokens", _counts_twice), LLAMA, D2, "traffic", r"all_reduce dp count", ratio=2.0
+    ),
+    "a state kept twice": Control(
+        replaced(Shard, "states", _keeps_twice), LLAMA, D2, "memory", r"optimizer_bytes \(adamw", ratio=2.0
+    ),
+}  # fmt: skip
+
+
+def mismatch_on_rank(rank: int, world: int, name: str | None, plan: str) -> Mismatch | None:
+    """What parity says on this rank under the control's mutation; None stands for a run as it is."""
+    parsed = Plan.from_toml(plan)
+    mesh = make_mesh(parsed)
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            CONTROLS[name].mutation(patch, mesh)
+        return find_mismatch(parsed, mesh)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_parity_names_the_fault(ranks: Callable[..., list[Mismatch | None]], name: str) -> None:
+    control = CONTROLS[name]
+    found = ranks(mismatch_on_rank, control.plan.strategy.world_size, name, control.plan.to_toml(), timeout_s=120)
+    seen = [mismatch for mismatch in found if mismatch is not None]
+    assert seen, "nothing was noticed"
+    assert {mismatch.what for mismatch in seen} == set(control.what.split()), "\n".join(map(str, seen))
+    assert any(re.search(control.where, mismatch.where) for mismatch in seen), "\n".join(map(str, seen))
+    if control.ratio is not None:
+        ratios = [mismatch.ratio for mismatch in seen if mismatch.ratio is not None]
+        assert any(ratio == pytest.approx(control.ratio, abs=1e-9) for ratio in ratios), "\n".join(map(str, seen))
+
+
+def test_the_same_layouts_pass_as_they_are(ranks: Callable[..., list[Mismatch | None]]) -> None:
+    """Without a mutation none of these plans differs, so that what the controls show is the mutation's."""
+    for plan in dict.fromkeys(control.plan.to_toml() for control in CONTROLS.values()):
+        world = Plan.from_toml(plan).strategy.world_size
+        assert ranks(mismatch_on_rank, world, None, plan, timeout_s=120) == [None] * world
