@@ -75,6 +75,10 @@ def _unclipped(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, norm: torch.ones_like(norm)
 
 
+def _doubled(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, loss: tuple(2 * value for value in right(self, loss))
+
+
 def _keeps_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: [*right(self), *right(self)]
 
@@ -88,9 +92,7 @@ CONTROLS = {
         without("dp", "reduce_scatter", "gradients"), LLAMA, {**D2, "zero": 1}, "gradient norm", ratio=0.0
     ),
     "gather of parameters": Control(without("dp", "all_gather", "parameters"), LLAMA, {**D2, "zero": 1}, "weight"),
-    "count of tokens": Control(
-        without("dp", "all_reduce", "count"), LLAMA, {**D2, "num_micro_batches": 2}, "gradient"
-    ),
+    "count of tokens": Control(without("dp", "all_reduce", "count"), LLAMA, {**D2, "num_micro_batches": 2}, "gradient"),
     # Gradients that are partial over other axes.
     "sum over key/value replicas": Control(
         without("tp_kv", "all_reduce", "gradients"), LLAMA, T4, "gradient", r"layers.0.attention.k.weight"
@@ -127,21 +129,25 @@ CONTROLS = {
     "mean over dp instead of sum": Control(tokens_times(2), LLAMA, {**D2, "zero": 1}, "gradient", ratio=0.5),
     # The norm.
     "norm over all ranks": Control(without("world", "all_reduce", "norm"), LLAMA, P2, "loss norm"),
-    "norm with both tied copies": Control(
-        counted_again(lambda p: p.name == "embedding.weight"), QWEN3, P2, "norm"
-    ),
+    "norm with both tied copies": Control(counted_again(lambda p: p.name == "embedding.weight"), QWEN3, P2, "norm"),
     "norm with every key/value replica": Control(counted_again(_is_kv), QWEN3, T2, "norm"),
     "norm with every replica": Control(counted_again(lambda p: True), LLAMA, T2, "norm"),
     "loss of two ranks counted": Control(
-        replaced(FlatOptimizer, "norm_and_loss", lambda right: lambda self, loss: tuple(2 * x for x in right(self, loss))),
-        LLAMA, D2, "loss", ratio=2.0,
-    ),  # fmt: skip
+        replaced(FlatOptimizer, "norm_and_loss", _doubled),
+        LLAMA,
+        D2,
+        "loss",
+        ratio=2.0,
+    ),
     # The update.
     "no clipping": Control(replaced(FlatOptimizer, "_clip_divisor", _unclipped), LLAMA, D2, "weight", r"adamw"),
     "decay of vectors": Control(
         replaced(Placement, "decay", lambda right: property(lambda self: True)),
-        LLAMA, D2, "weight", r"norm.weight` \(adamw step 0",
-    ),  # fmt: skip
+        LLAMA,
+        D2,
+        "weight",
+        r"norm.weight` \(adamw step 0",
+    ),
     # What is sent and held.
     "a call too many": Control(
         replaced(ParallelModel, "count_tokens", _counts_twice), LLAMA, D2, "traffic", r"all_reduce dp count", ratio=2.0
@@ -149,7 +155,7 @@ CONTROLS = {
     "a state kept twice": Control(
         replaced(Shard, "states", _keeps_twice), LLAMA, D2, "memory", r"optimizer_bytes \(adamw", ratio=2.0
     ),
-}  # fmt: skip
+}
 
 
 def mismatch_on_rank(rank: int, world: int, name: str | None, plan: str) -> Mismatch | None:
