@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from meshwright.run.folder import RunFolder
+from meshwright.train.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE)
 
 
 def export_command(
@@ -22,8 +23,7 @@ def export_command(
 
     folder = RunFolder(run)
     model = restore_plain(folder)
-    parameters = dict(model.named_parameters())
-    extra = {name: (folder.data / name).read_bytes() for name in TOKENIZER_FILES if (folder.data / name).exists()}
-    names = [p.name for p in model.spec.parameters()]
-    export(to, model.spec, ((name, parameters[name].detach()) for name in names), extra_files=extra)
+    tokenizer = {name: (folder.data / name).read_bytes() for name in TOKENIZER_FILES if (folder.data / name).exists()}
+    parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    export(to, model.spec, parameters, extra_files=tokenizer)
     typer.echo(f"written to {to}: load it with transformers' AutoModelForCausalLM.from_pretrained")

@@ -12,7 +12,7 @@ import typer
 from meshwright.core.errors import ParityError
 from meshwright.core.plan import Plan
 from meshwright.run.environment import detect
-from meshwright.run.launch import enter_ranks
+from meshwright.run.launch import enter_ranks, speaks_for_all
 
 
 def parity_command(
@@ -20,16 +20,19 @@ def parity_command(
     seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
 ) -> None:
     """Run the plan's layout on a tiny clone of its model beside one process, number by number."""
+    from meshwright.models.build import build
     from meshwright.run.tiny import tiny_plan
 
-    clone, notes = tiny_plan(Plan.load(plan))
-    is_parent = detect(os.environ) is None
-    if is_parent:
+    planned = Plan.load(plan)
+    build(planned.model)  # refuses what can be planned but not run
+    clone, notes = tiny_plan(planned)
+    is_speaker = speaks_for_all(detect(os.environ))
+    if is_speaker:
         smaller = f" ({', '.join(notes)})" if notes else ""
         typer.echo(f"{clone.strategy.describe()} on `{clone.model.name}`{smaller}")
     if enter_ranks(sys.argv[1:], clone.strategy.world_size) is not None:
         _compare(clone, seed)
-    if is_parent:
+    if is_speaker:
         typer.echo(
             "pass: gradients, norms, losses, weights after SGD and clipped AdamW equal one process; "
             "traffic and memory equal the forecast"
@@ -37,7 +40,9 @@ def parity_command(
 
 
 def _compare(clone: Plan, seed: int) -> None:
+    """In a rank. Raises ParityError with the first number that differs."""
     from meshwright.comm.collectives import barrier
+    from meshwright.core.axes import WORLD
     from meshwright.run.engine import make_mesh
     from meshwright.run.parity import find_mismatch
 
@@ -45,4 +50,4 @@ def _compare(clone: Plan, seed: int) -> None:
     mismatch = find_mismatch(clone, mesh, seed)
     if mismatch is not None:
         raise ParityError(str(mismatch))
-    barrier(mesh["world"])
+    barrier(mesh[WORLD])

@@ -11,10 +11,9 @@ import typer
 
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
-from meshwright.run.command import is_launched
 from meshwright.run.environment import detect
 from meshwright.run.folder import RunFolder
-from meshwright.run.launch import enter_ranks
+from meshwright.run.launch import enter_ranks, speaks_for_all
 from meshwright.run.options import TrainOptions
 
 
@@ -39,7 +38,7 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Train a plan: starts its own ranks, or takes its place among those of torchrun or Slurm."""
-    if (text is None) != stdlib and not resume:
+    if not resume and (text is None) != stdlib:
         raise InputError("say what to train on: either --text PATH or --stdlib")
     given = {
         "text": text, "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps,
@@ -47,27 +46,43 @@ def train_command(
         "eval_samples": eval_samples, "save_every": save_every, "keep": keep, "tokenizer": tokenizer,
         "pretrained": pretrained, "max_text_bytes": max_text_bytes,
     }  # fmt: skip
-    train(Plan.load(plan), RunFolder(out), {k: v for k, v in given.items() if v is not None}, resume=resume)
+    changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    run, old = RunFolder(out), {}
+    if resume:
+        run.plan()
+        old = run.options().model_dump()
+    if stdlib:
+        changed["text"] = text
+    train(Plan.load(plan), TrainOptions.parse({**old, **changed}, "options"), run, resume=resume)
 
 
-def train(plan: Plan, run: RunFolder, given: dict[str, object], *, resume: bool) -> None:
+def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:
     """Launcher or rank, whichever this process is.
 
     Raises:
-        InputError: bad options, a text that is too short, a folder that holds another run.
+        MeshwrightError: before anything is started, what :func:`meshwright.run.set_up.set_up` refuses.
         RankError: a rank failed.
     """
-    old = run.options().model_dump(exclude_none=True) if resume else {}
-    options = TrainOptions.parse({**old, **given}, "options")
-    world = detect(os.environ)
-    if world is None or (world.rank == 0 and not is_launched()):
-        _set_up(plan, options, run, resume=resume)
-    if enter_ranks(sys.argv[1:], plan.strategy.world_size, log_dir=run.logs) is None:
+    from meshwright.checkpoint import latest
+    from meshwright.run.set_up import set_up
+
+    done = (latest(run.checkpoints) or 0) if resume else 0
+    if done >= options.steps:
+        if speaks_for_all(detect(os.environ)):
+            typer.echo(f"{run.path}: nothing left to do: {done} of {options.steps} steps; to go on, give more --steps")
+        return
+    world = enter_ranks(
+        sys.argv[1:],
+        plan.strategy.world_size,
+        log_dir=run.logs,
+        before=lambda: set_up(plan, options, run, resume=resume),
+    )
+    if world is None:
         return
     from meshwright.run.training import Training
 
     Training(plan, options, run).run(resume=resume)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if world.rank == 0:
         _show(run)
 
 
@@ -80,17 +95,3 @@ def _show(run: RunFolder) -> None:
     rows = read_metrics(run.path)
     picture = write_loss_figure(run.path)
     typer.echo(f"loss {rows[0].loss:.3f} {sparkline([row.loss for row in rows])} {rows[-1].loss:.3f}  ({picture})")
-
-
-def _set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:
-    """Once per run, before any rank starts, so that a user's mistake is met early and leaves nothing behind."""
-    from meshwright.run.training import check_runnable, prepare_data
-
-    check_runnable(plan)
-    if resume:
-        run.plan()
-        run.write(plan, options)
-    else:
-        run.refuse_existing()
-    prepare_data(plan, options, run)
-    run.write(plan, options)

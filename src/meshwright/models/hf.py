@@ -55,6 +55,10 @@ class HFCheckpoint:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     def read(self, param: ParamSpec, box: Box) -> torch.Tensor:

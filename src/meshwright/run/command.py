@@ -3,7 +3,8 @@
 alone, or the process that starts ranks         a rank that `launch` started
 ---------------------------------------         ----------------------------
 MeshwrightError → `meshwright: error: ...`, 1   any error → record for the launcher, traceback to its log, 1
-Ctrl-C          → 130                           Ctrl-C    → 130
+a file's error  → the same                      Ctrl-C    → 130
+Ctrl-C          → 130
 """
 
 from __future__ import annotations
@@ -48,12 +49,21 @@ def run_command(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except MeshwrightError as error:
-        if os.environ.get(TRACEBACK) == "1":
-            traceback.print_exc()
-        print_error(f"{_rank_prefix()}{error}")
-        return 1
+        return _explain(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise  # not about a file: nothing that a user could mend
+        return _explain(f"{os.fspath(error.filename)}: {error.strerror}")
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _explain(message: str) -> int:
+    """Print the error that is being handled; the exit status."""
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exc()
+    print_error(f"{_rank_prefix()}{message}")
+    return 1
 
 
 def is_launched() -> bool:

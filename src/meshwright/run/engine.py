@@ -18,7 +18,8 @@ from meshwright.core.axes import DP
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.placement import kv_replicas
 from meshwright.core.plan import Plan
-from meshwright.models import hf, init
+from meshwright.models import init
+from meshwright.models.hf import HFCheckpoint
 from meshwright.parallel.apply import ParallelModel
 from meshwright.parallel.pipeline import MicroBatch
 from meshwright.train.optimizer import FlatOptimizer, OptimizerOptions
@@ -55,9 +56,10 @@ class Engine:
         self.optimizer.sync_master()
 
     def load_pretrained(self, folder: Path | str) -> None:
-        """Weights of a Hugging Face checkpoint; each rank reads its own boxes only."""
+        """Weights of a Hugging Face checkpoint; each rank reads its own boxes only. Raises CheckpointError."""
         params = {p.name: p for p in self.plan.model.parameters()}
-        self.parallel.states.fill(lambda at: hf.read_box(Path(folder), self.plan.model, params[at.name], at.box))
+        with HFCheckpoint(folder, self.plan.model) as checkpoint:
+            self.parallel.states.fill(lambda at: checkpoint.read(params[at.name], at.box))
         self.optimizer.sync_master()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], *, reduce: bool = True) -> torch.Tensor:

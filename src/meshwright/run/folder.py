@@ -1,6 +1,6 @@
 """A run's folder: what stands where.
 
-RUN/plan.toml  run.toml          what was asked for
+RUN/run.toml  plan.toml          what was asked for; the plan is written last
 RUN/data/                        tokens and tokenizer
 RUN/metrics.jsonl  tensorboard/  what happened, step by step
 RUN/checkpoints/                 training state
@@ -11,6 +11,7 @@ RUN/logs/                        output of the ranks
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +57,10 @@ class RunFolder:
             raise InputError(f"{self.path}: holds a run already; add --resume to continue it, or choose another folder")
 
     def write(self, plan: Plan, options: TrainOptions) -> None:
-        """Write plan and options."""
+        """Write options, then plan; each whole or not at all, since other ranks may be reading."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.options_path.write_text(options.to_toml(), encoding="utf-8")
-        plan.save(self.plan_path)
+        _replace(self.options_path, options.to_toml())
+        _replace(self.plan_path, plan.to_toml())
 
     def plan(self) -> Plan:
         """The run's plan. Raises InputError."""
@@ -70,3 +71,9 @@ class RunFolder:
     def options(self) -> TrainOptions:
         """The run's options. Raises InputError."""
         return TrainOptions.from_toml(read_text(self.options_path), str(self.options_path))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -15,11 +15,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.core.errors import InputError, RankError
-from meshwright.run.command import LOG, PARENT, RECORD
+from meshwright.run.command import LOG, PARENT, RECORD, is_launched
 from meshwright.run.environment import World, detect
 from meshwright.run.failure import Failure, first_cause
 
@@ -27,13 +27,17 @@ ENTRY = "meshwright.cli.main"
 """The module that a rank runs."""
 
 
-def enter_ranks(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None) -> World | None:
+def enter_ranks(
+    argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None, before: Callable[[], None] | None = None
+) -> World | None:
     """Take this process's place among the ranks, or start the ranks and wait for them.
 
     Args:
         argv: arguments of the command, without the program's name; the ranks get the same.
         num_ranks: ranks that the plan needs.
         log_dir: as in :func:`launch`.
+        before: what one process does before any rank goes on: the one that starts the ranks, or rank 0 of
+            torchrun or Slurm. The other ranks meet rank 0 only when it is done.
 
     Returns:
         In a rank: its World, whose variables now stand in `os.environ`. In the process that started
@@ -44,12 +48,20 @@ def enter_ranks(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = N
         RankError: a rank failed.
     """
     world = detect(os.environ)
+    if world is not None:
+        check_num_ranks(world, num_ranks)
+    if before is not None and speaks_for_all(world):
+        before()
     if world is None:
         launch(argv, num_ranks, log_dir=log_dir)
         return None
-    check_num_ranks(world, num_ranks)
     os.environ.update(world.variables())
     return world
+
+
+def speaks_for_all(world: World | None) -> bool:
+    """Whether this process is the one that starts the ranks, or rank 0 of torchrun or Slurm."""
+    return world is None or (world.rank == 0 and not is_launched())
 
 
 def check_num_ranks(world: World, num_ranks: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from meshwright.core.values import Value
+from meshwright.train.lr import learning_rate
 from meshwright.train.optimizer import OptimizerOptions
 from meshwright.train.sources import StandardLibrary, TextSource, as_source
 
@@ -19,10 +20,12 @@ class TrainOptions(Value):
     max_text_bytes: int = Field(default=4_000_000, gt=0)
     """How much of the standard library is read."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer; None: a byte-level BPE is trained on the text."""
+    """A Hugging Face tokenizer; None: that of `pretrained`, else a byte-level BPE is trained on the text."""
     steps: int = Field(default=100, gt=0)
     learning_rate: float = Field(default=1e-3, gt=0)
-    warmup_steps: int = Field(default=10, ge=0)
+    """At its peak."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """None: ten, or a fifth of a short run."""
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     seed: int = 0
@@ -36,15 +39,22 @@ class TrainOptions(Value):
     activation_census: bool = True
     """Count activation bytes in one early step."""
 
-    @model_validator(mode="after")
-    def _warm_up_ends(self) -> TrainOptions:
-        if self.warmup_steps >= self.steps:
-            return self.model_copy(update={"warmup_steps": max(0, self.steps // 10)})
-        return self
-
     def source(self) -> TextSource:
         """Where the text comes from. Raises InputError."""
-        return as_source(self.text) if self.text else StandardLibrary(self.max_text_bytes)
+        return StandardLibrary(self.max_text_bytes) if self.text is None else as_source(self.text)
+
+    def tokenizer_path(self) -> str | None:
+        """The tokenizer that is there already; None: one is trained on the text."""
+        return self.tokenizer or self.pretrained
+
+    def text_options(self) -> tuple[str | None, int, str | None]:
+        """All that decides what the tokens are, besides the plan."""
+        return self.text, self.max_text_bytes, self.tokenizer_path()
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of one step. Raises InputError where the warm-up is longer than the run."""
+        warmup_steps = min(10, self.steps // 5) if self.warmup_steps is None else self.warmup_steps
+        return learning_rate(step, peak=self.learning_rate, warmup_steps=warmup_steps, total_steps=self.steps)
 
     def optimizer(self, kind: Literal["adamw", "sgd"]) -> OptimizerOptions:
         """Settings of the update."""

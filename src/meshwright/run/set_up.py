@@ -1,0 +1,128 @@
+"""Before any rank starts: what can be refused is refused here, and the run's folder is made.
+
+can it be run? ─▶ another run there? ─▶ tokenise the text ─▶ write options, then plan
+
+A mistake leaves nothing behind, and `plan.toml` is written last: where it stands, the rest is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.plan import Plan
+from meshwright.models.build import build
+from meshwright.models.hf import HFCheckpoint
+from meshwright.run.folder import RunFolder
+from meshwright.run.options import TrainOptions
+from meshwright.train.data import check_enough_tokens
+from meshwright.train.prepare import load_prepared, prepare
+from meshwright.train.tokenizer import load_tokenizer
+
+
+def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:
+    """Make `run` ready for the ranks of `plan`. One process calls it, before the ranks do anything.
+
+    Raises:
+        UnsupportedError: the plan can be made, but not be run.
+        InputError: options that contradict each other, a text that is too short, a tokenizer that is too large;
+            a folder that holds another run, or, with `resume`, none.
+        CheckpointError: nothing to start from in `options.pretrained`.
+    """
+    check_runnable(plan)
+    options.learning_rate_at(0)
+    if resume:
+        _check_same_run(plan, options, run)
+        shutil.rmtree(run.measured, ignore_errors=True)  # of another plan, perhaps with more ranks
+        run.write(plan, options)
+        return
+    run.refuse_existing()
+    if options.pretrained:
+        HFCheckpoint(options.pretrained, plan.model).close()
+    with _nothing_left_on_failure(run):
+        _prepare_data(plan, options, run)
+        run.write(plan, options)
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raises UnsupportedError where a plan can be made but not yet carried out."""
+    build(plan.model)
+    window = plan.model.sliding_window
+    if window is not None and plan.job.seq_length > window:
+        raise UnsupportedError(
+            f"sequences of {plan.job.seq_length} tokens are longer than the sliding window of {window} of "
+            f"`{plan.model.name}`, and windowed attention is not implemented; plan for --seq {window} at most"
+        )
+    if not plan.strategy.recipe.runnable:
+        raise UnsupportedError(f"precision `{plan.strategy.precision}` is for forecasts only; plan for `bf16`")
+
+
+def _check_same_run(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
+    """Any layout may go on with a run; another model, job or text is another run."""
+    before = run.plan()
+    pairs = {
+        "model": (before.model, plan.model),
+        "sequence length": (before.job.seq_length, plan.job.seq_length),
+        "optimizer": (before.job.optimizer, plan.job.optimizer),
+    }
+    for what, (old, new) in pairs.items():
+        if old != new:
+            numbers = f": {old}, now {new}" if isinstance(old, int | str) else f" (`{old.name}`, now `{new.name}`)"
+            raise InputError(f"{run.path}: was trained with another {what}{numbers}; use another folder, or its plan")
+    if options.text_options() != run.options().text_options():
+        _prepare_data(plan, options, run)  # refuses other text, and finds out whether it is
+    data = load_prepared(run.data)
+    check_enough_tokens(data.num_tokens - data.num_eval_tokens, plan.job.seq_length, plan.job.global_batch_size)
+
+
+def _prepare_data(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
+    """Tokenise the run's text, once."""
+    tokenizer = options.tokenizer_path()
+    if tokenizer is not None:
+        num_entries, rows = load_tokenizer(tokenizer)[0].get_vocab_size(), plan.model.vocab_size
+        if num_entries > rows:
+            raise InputError(
+                f"{tokenizer}: the tokenizer has {num_entries:,} entries, model `{plan.model.name}` only {rows:,}; "
+                "use the model's own tokenizer"
+            )
+    prepare(
+        options.source(),
+        run.data,
+        vocab_size=None if tokenizer else plan.model.vocab_size,
+        tokenizer=tokenizer,
+        seq_length=plan.job.seq_length,
+        global_batch_size=plan.job.global_batch_size,
+    )
+
+
+@contextmanager
+def _nothing_left_on_failure(run: RunFolder) -> Iterator[None]:
+    """Folders and data that weren't there before are gone again where the block fails."""
+    new_folders = [folder for folder in (run.data, run.path, *run.path.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        if run.data in new_folders:
+            shutil.rmtree(run.data, ignore_errors=True)
+        for file in (run.plan_path, run.options_path):
+            _remove(file)
+        for folder in new_folders[1:]:
+            _remove_if_empty(folder)
+        raise
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError:  # the folder itself may be what is wrong
+        return
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return
