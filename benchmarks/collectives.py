@@ -46,6 +46,18 @@ def ring_all_gather(out: Tensor, x: Tensor, axis: Axis) -> None:
             work.wait()
 
 
+def exchange_blocks(out: Tensor, x: Tensor, axis: Axis) -> None:
+    """All-to-all as one message per pair of ranks."""
+    sent, received = x.tensor_split(axis.size), out.tensor_split(axis.size)
+    received[axis.index].copy_(sent[axis.index])
+    works = []
+    for peer in range(axis.size):
+        if peer != axis.index:
+            works += [recv_start(received[peer], axis, peer, 1), send_start(sent[peer], axis, peer, 1)]
+    for work in works:
+        work.wait()
+
+
 def exchange_all_reduce(x: Tensor, axis: Axis) -> None:
     """Reduce-scatter and all-gather, both by direct exchange."""
     own = x.tensor_split(axis.size)[axis.index]
@@ -78,7 +90,7 @@ def candidates(axis: Axis, host: Axis, num_bytes: int) -> dict[tuple[str, str], 
         ("all_gather", "gloo"): lambda: dist.all_gather_single(whole, block, group=axis.group),
         ("all_gather", "ring"): lambda: ring_all_gather(whole, block, axis),
         ("all_to_all", "sockets"): lambda: collectives.all_to_all(whole, full, axis),
-        ("all_to_all", "gloo"): lambda: dist.all_to_all_single(whole, full, group=axis.group),
+        ("all_to_all", "exchange"): lambda: exchange_blocks(whole, full, axis),
     }
 
 

@@ -71,16 +71,16 @@ def test_the_lost_rank_is_named(ranks):
     assert ranks(lose_rank_1, 2, "all_reduce", SMALL, signal.SIGKILL, may_die=[1])[0][0].endswith(
         "the process of rank 1 has ended"
     )
-    stopped = ranks(lose_rank_1, 2, "all_reduce", SMALL, signal.SIGSTOP, may_die=[1], group_timeout_s=1.5)
-    assert stopped[0][0].endswith("rank 1 did not come within 1.5 s")
+    stopped = ranks(lose_rank_1, 2, "all_reduce", SMALL, signal.SIGSTOP, may_die=[1], group_timeout_s=4)
+    assert stopped[0][0].endswith("rank 1 did not come within 4 s")
 
 
-@pytest.mark.parametrize("primitive", ["reduce_scatter", "receive"])
+@pytest.mark.parametrize("primitive", ["broadcast", "receive"])
 def test_a_stopped_rank_is_noticed_at_the_timeout(ranks, primitive):
-    answers = ranks(lose_rank_1, 2, primitive, SMALL, signal.SIGSTOP, may_die=[1], group_timeout_s=1.5)
+    answers = ranks(lose_rank_1, 2, primitive, SMALL, signal.SIGSTOP, may_die=[1], group_timeout_s=4)
     text, seconds = answers[0]
     assert f"{primitive} on axis `dp` (ranks 0, 1) failed" in text
-    assert 1.0 < seconds < 10
+    assert 3.0 < seconds < 15
 
 
 def raise_on_1(rank: int, world: int) -> None:
