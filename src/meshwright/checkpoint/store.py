@@ -4,8 +4,8 @@
     rank 1 pieces ─┼─►  one logical tensor per key  ──┼─ rank 1 pieces      (another dp, tp, pp, ZeRO)
     ...           ─┘     with its global shape        └─ ...
 
-A rank asks for boxes; it never needs to know how the writers were laid out (techniques 7.4). The files are
-those of torch.distributed.checkpoint, and its own tools read them as whole tensors.
+A rank asks for boxes; it never needs to know how the writers were laid out. The files are those of
+torch.distributed.checkpoint, and its own tools read them as whole tensors.
 """
 
 from __future__ import annotations

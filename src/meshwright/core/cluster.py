@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from meshwright.core.values import Value
@@ -37,7 +39,7 @@ class ClusterSpec(Value):
     """Between devices of a node."""
     inter_link: Link
     """Between nodes, per device."""
-    backend: str = "nccl"
+    backend: Literal["gloo", "nccl"] = "nccl"
     """`gloo` on CPU, `nccl` on GPU."""
     usable_memory_fraction: float = Field(default=0.92, gt=0, le=1)
     compute_efficiency: float = Field(default=0.5, gt=0, le=1)

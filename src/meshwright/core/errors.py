@@ -5,7 +5,9 @@ MeshwrightError            one clear line; the command line prints it and exits 
 ├── UnsupportedError       a feature that is not there, instead of pretending
 ├── RuleError              an illegal strategy: the rule, the numbers, the nearest legal one
 ├── ProgramError           a pipeline table that cannot run
+│   └── Deadlock           one whose ranks wait for each other (schedule/walk.py)
 ├── CheckpointError        a checkpoint that is missing, damaged or does not match
+├── ParityError            a layout that does not compute what one process computes
 └── RankError              a rank that failed; names it
 """
 

@@ -79,9 +79,8 @@ def make_buckets(held: Iterable[Placement], dp: int, cap_bytes: int, gradient_by
         gradient_bytes: bytes of one gradient element as it is communicated.
     """
     backward = list(held)[::-1]
-    kinds = dict.fromkeys(sorted({p.sum_over for p in backward}, key=lambda axes: (len(axes), axes)))
     buckets = []
-    for kind in kinds:
+    for kind in sorted({p.sum_over for p in backward}, key=lambda axes: (len(axes), axes)):
         open_bucket: list[Placement] = []
         size = 0
         for placement in (p for p in backward if p.sum_over == kind):

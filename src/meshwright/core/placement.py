@@ -25,6 +25,11 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         return prod(self.sizes)
@@ -62,7 +67,7 @@ def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def kv_replicas(spec: ModelSpec, tp: int) -> int:
-    """How many ranks of a tp group hold the same key/value heads (techniques: GQA with kv heads < tp)."""
+    """How many ranks of a tp group hold the same key/value heads: more than 1 where tp exceeds these heads."""
     return max(1, tp // spec.num_kv_heads)
 
 
@@ -82,10 +87,10 @@ def param_box(spec: ModelSpec, param: ParamSpec, tp: int, index: int) -> Box:
     return Box(tuple(offset for offset, _ in ranges), tuple(size for _, size in ranges))
 
 
-def is_on_stage(spec: ModelSpec, param: ParamSpec, strategy: Strategy, stage: int) -> bool:
-    """Whether pipeline stage `stage` holds a copy of `param`."""
+def _is_on_stage(spec: ModelSpec, param: ParamSpec, strategy: Strategy, stage: int, layers: range) -> bool:
+    """Whether pipeline stage `stage`, which runs `layers`, holds a copy of `param`."""
     if param.layer is not None:
-        return param.layer in strategy.stage_layers(spec.num_layers)[stage]
+        return param.layer in layers
     first, last = stage == 0, stage == strategy.pp - 1
     if param.name == "embedding.weight" and spec.tied_embeddings:
         return first or last
@@ -115,7 +120,7 @@ def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping
 def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tuple[Placement, ...]:
     """What the rank at mesh coordinates `at` holds, in forward order.
 
-    Source: the table of techniques 7.2 (Megatron-LM, Narayanan et al. 2021, §2-3).
+    Source: Shoeybi et al. 2019, §3 (tensor); Narayanan et al. 2021, §2 (pipeline).
     """
     layers = strategy.stage_layers(spec.num_layers)[at[PP]]
     return tuple(
@@ -129,5 +134,5 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
             owned=_is_owned(spec, param, strategy, at),
         )
         for param in spec.parameters()
-        if (is_on_stage(spec, param, strategy, at[PP]) if param.layer is None else param.layer in layers)
+        if _is_on_stage(spec, param, strategy, at[PP], layers)
     )

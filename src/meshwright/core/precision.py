@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
+NUM_MOMENTS = {"adamw": 2, "sgd": 0}
+"""Optimizer → tensors of a parameter's size that it keeps from step to step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -30,9 +33,19 @@ class Recipe:
         return DTYPE_BYTES[self.parameter]
 
     @property
+    def statistic_bytes(self) -> int:
+        """Bytes of one statistic (of norms, scores and losses): fp32, or fp64 where everything is."""
+        return max(DTYPE_BYTES["fp32"], self.parameter_bytes)
+
+    @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of one gradient element as it crosses the ranks: without the step copy."""
+        return DTYPE_BYTES[self.gradient]
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes per parameter held as gradients, the step copy included."""
-        return DTYPE_BYTES[self.gradient] + (DTYPE_BYTES[self.step_gradient] if self.step_gradient else 0)
+        return self.sent_gradient_bytes + (DTYPE_BYTES[self.step_gradient] if self.step_gradient else 0)
 
     @property
     def master_bytes(self) -> int:
@@ -40,12 +53,12 @@ class Recipe:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of ONE moment; AdamW keeps two, SGD none."""
+        """Bytes of ONE moment; an optimizer keeps NUM_MOMENTS of them."""
         return DTYPE_BYTES[self.moment]
 
     @property
     def adamw_total_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.master_bytes + 2 * self.moment_bytes
+        return self.parameter_bytes + self.gradient_bytes + self.master_bytes + NUM_MOMENTS["adamw"] * self.moment_bytes
 
 
 RECIPES = {

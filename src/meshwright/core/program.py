@@ -36,7 +36,7 @@ class Kind(StrEnum):
 COMPUTE_KINDS = (Kind.F, Kind.B)
 SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 RECV_KINDS = (Kind.RECV_F, Kind.RECV_B)
-_TEXT = re.compile(r"(F|B|SEND_F|RECV_F|SEND_B|RECV_B|ARM|REDUCE)(\d*)@(\d+)")
+_TEXT = re.compile(rf"({'|'.join(Kind)})(\d*)@(\d+)")
 
 
 @dataclass(frozen=True, slots=True)

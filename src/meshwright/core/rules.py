@@ -153,7 +153,7 @@ def check(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) 
 
 
 def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Strategy | None:
-    """The legal strategy that changes the degrees least (sum of log-free relative changes), or None."""
+    """The legal strategy that changes degrees and micro-batch least (sum of larger over smaller, less 1), or None."""
 
     def distance(other: Strategy) -> float:
         pairs = (

@@ -62,9 +62,13 @@ class Strategy(Value):
         return f"D{self.dp} T{self.tp} P{self.pp} zero{self.zero}{schedule}{batch}{recompute} {self.precision}"
 
 
+def inner_stages_first(num_stages: int) -> tuple[int, ...]:
+    """Stages in the order in which they take further layers: the ends hold embedding and head already."""
+    return tuple(dict.fromkeys((*range(1, num_stages - 1), 0, num_stages - 1)))
+
+
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Even split; extra layers go to inner stages first, since the ends hold embedding and head."""
+    """Even split; extra layers go to inner stages first."""
     base, extra = divmod(num_layers, num_stages)
-    order = [*range(1, num_stages - 1), 0, num_stages - 1]
-    bonus = set(order[:extra])
+    bonus = set(inner_stages_first(num_stages)[:extra])
     return tuple(base + (stage in bonus) for stage in range(num_stages))

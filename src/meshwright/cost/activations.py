@@ -74,7 +74,6 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
     def local(dim: str, size: int) -> int:
         return dim_range(spec, dim, size, strategy.tp, 0)[1]
 
-    element_bytes = strategy.recipe.parameter_bytes
     return _Sizes(
         tokens=b * s,
         hidden=spec.hidden_size,
@@ -83,8 +82,8 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
         head_dim=spec.head_dim,
         ffn=local("ffn", spec.ffn_size),
         vocab=local("vocab", spec.vocab_size),
-        element_bytes=element_bytes,
-        statistic_bytes=max(4, element_bytes),
+        element_bytes=strategy.recipe.parameter_bytes,
+        statistic_bytes=strategy.recipe.statistic_bytes,
     )
 
 

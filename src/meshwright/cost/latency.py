@@ -24,7 +24,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.job import Job
 from meshwright.core.measures import StepTime, Traffic
 from meshwright.core.model import ModelSpec
-from meshwright.core.precision import DTYPE_BYTES
+from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.program import Kind
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import stage_flops
@@ -171,9 +171,9 @@ def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: Clus
     """Bytes that one update moves, over the memory bandwidth: gradient read, moments and master read and written,
     parameter written (and read where it is its own master). ZeRO-1 updates a share of 1/dp."""
     recipe = strategy.recipe
-    moments = 2 if job.optimizer == "adamw" else 0
+    moments = NUM_MOMENTS[job.optimizer]
     master = 2 * recipe.master_bytes if recipe.master else recipe.parameter_bytes
-    per_element = DTYPE_BYTES[recipe.gradient] + 2 * moments * recipe.moment_bytes + master + recipe.parameter_bytes
+    per_element = recipe.sent_gradient_bytes + 2 * moments * recipe.moment_bytes + master + recipe.parameter_bytes
     share = strategy.dp if strategy.zero else 1
     return num_parameters * per_element / share / cluster.device.memory_bandwidth_bytes_per_s
 

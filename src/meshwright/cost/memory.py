@@ -16,6 +16,7 @@ from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
+from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.strategy import Precision, Strategy
 from meshwright.cost.activations import (
     embedding_terms,
@@ -26,8 +27,6 @@ from meshwright.cost.activations import (
     total_bytes,
 )
 from meshwright.schedule.closed_form import peak_live
-
-NUM_MOMENTS = {"adamw": 2, "sgd": 0}
 
 
 def memory(

@@ -13,7 +13,6 @@ from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
-from meshwright.core.precision import DTYPE_BYTES
 from meshwright.core.strategy import Strategy
 
 SCALAR_BYTES = 8
@@ -28,11 +27,6 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
         PP_ENDS: 2 if strategy.pp > 1 else 1,
         WORLD: strategy.world_size,
     }
-
-
-def accumulator_bytes(strategy: Strategy) -> int:
-    """Element size of the loss statistics: fp32, or fp64 where everything is."""
-    return max(4, DTYPE_BYTES[strategy.recipe.parameter])
 
 
 def traffic(model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int]) -> Traffic:
@@ -77,7 +71,7 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
     total.add("all_reduce", TP, "recompute", hidden, strategy.tp, per_layer * (strategy.recompute == "full"))
     total.add("all_reduce", TP, "backward", hidden, strategy.tp, per_layer + m * is_last)
     if is_last:
-        tokens = strategy.micro_batch_size * job.seq_length * accumulator_bytes(strategy)
+        tokens = strategy.micro_batch_size * job.seq_length * strategy.recipe.statistic_bytes
         total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)
         total.add("all_reduce", TP, "forward", 2 * tokens, strategy.tp, m)
 
@@ -91,11 +85,10 @@ def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, st
 def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequence[Bucket]) -> None:
     """Gradients once per step whatever the accumulation; ZeRO-1 sends the same bytes in two halves."""
     recipe, sizes = strategy.recipe, group_sizes(model, strategy)
-    gradient_bytes = DTYPE_BYTES[recipe.gradient]
     for bucket in buckets:
         for axis in bucket.sum_over:
-            total.add("all_reduce", axis, "gradients", bucket.numel * gradient_bytes, sizes[axis])
+            total.add("all_reduce", axis, "gradients", bucket.numel * recipe.sent_gradient_bytes, sizes[axis])
         primitive = "reduce_scatter" if strategy.zero else "all_reduce"
-        total.add(primitive, DP, "gradients", bucket.numel * gradient_bytes, strategy.dp)
+        total.add(primitive, DP, "gradients", bucket.numel * recipe.sent_gradient_bytes, strategy.dp)
         if strategy.zero:
             total.add("all_gather", DP, "parameters", bucket.numel * recipe.parameter_bytes, strategy.dp)

@@ -18,8 +18,7 @@ from __future__ import annotations
 from meshwright.core.axes import DP
 from meshwright.core.errors import InputError
 from meshwright.core.measures import Traffic
-from meshwright.core.precision import DTYPE_BYTES, Recipe
-from meshwright.cost.memory import NUM_MOMENTS
+from meshwright.core.precision import NUM_MOMENTS, Recipe
 
 STAGES = (0, 1, 2, 3)
 
@@ -66,7 +65,7 @@ def zero_traffic(
     Raises InputError for another stage, or a dp below 1.
     """
     padded = _shard(num_parameters, dp, stage) * dp
-    gradients_bytes, parameters_bytes = padded * DTYPE_BYTES[recipe.gradient], padded * recipe.parameter_bytes
+    gradients_bytes, parameters_bytes = padded * recipe.sent_gradient_bytes, padded * recipe.parameter_bytes
     total = Traffic()
     total.add(
         "reduce_scatter" if stage else "all_reduce",

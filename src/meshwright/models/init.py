@@ -76,5 +76,4 @@ def initialize(model: Decoder, spec: ModelSpec, seed: int) -> None:
     """Fill a plain model that has storage, in place."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for param in spec.parameters():
-        whole = Box((0,) * len(param.shape), param.shape)
-        parameters[param.name].copy_(initial_box(param, spec, whole, seed))
+        parameters[param.name].copy_(initial_box(param, spec, Box.whole(param.shape), seed))

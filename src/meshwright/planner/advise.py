@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
+from meshwright.core.axes import MESH_ORDER
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
@@ -151,7 +151,7 @@ ADVICE_RULES = (
 def facts(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Facts:
     """Answers for a training job, by the byte recipe that the cluster would train with."""
     alone = Strategy.model_validate({"precision": default_precision(cluster)})
-    at = {"pp": 0, "dp": 0, "tp": 0}
+    at = dict.fromkeys(MESH_ORDER, 0)
     one = memory(model, job.model_copy(update={"global_batch_size": 1}), alone, at)
     usable = cluster.usable_memory_bytes
     return Facts(
@@ -174,7 +174,7 @@ def _largest_layer(model: ModelSpec) -> int:
     sizes: dict[object, int] = {}
     for param in model.parameters():
         unit = param.name if param.layer is None else param.layer
-        sizes[unit] = sizes.get(unit, 0) + prod(param.shape)
+        sizes[unit] = sizes.get(unit, 0) + param.numel
     return max(sizes.values())
 
 

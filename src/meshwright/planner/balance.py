@@ -9,17 +9,16 @@ from collections.abc import Iterable, Iterator
 
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.strategy import Strategy
+from meshwright.core.strategy import Strategy, inner_stages_first
 from meshwright.cost.flops import stage_flops
 
 
 def balance(num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
     """Counts that make the slowest stage fastest, each at least 1; `head` is the last stage's extra work, in layers.
 
-    Each further layer goes where the result costs least; of equals to an inner stage, since the ends hold embedding
-    and head.
+    Each further layer goes where the result costs least; of equals to an inner stage.
     """
-    order = [*range(1, num_stages - 1), 0, num_stages - 1]
+    order = inner_stages_first(num_stages)
     counts = [1] * num_stages
     extra = [0.0] * (num_stages - 1) + [head]
     for _ in range(num_layers - num_stages):
