@@ -76,7 +76,7 @@ def make_buckets(held: Iterable[Placement], dp: int, cap_bytes: int, gradient_by
         held: a rank's parameters in forward order.
         dp: size of the data-parallel axis; the padded length is a multiple of it.
         cap_bytes: size at which a bucket is closed.
-        gradient_bytes: bytes of one gradient element as it is communicated.
+        gradient_bytes: bytes that a rank holds of one gradient element; what `cap_bytes` is compared with.
     """
     backward = list(held)[::-1]
     buckets = []

@@ -7,10 +7,34 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
-PHASES = ("count", "forward", "recompute", "backward", "gradients", "norm", "parameters", "evaluate", "other")
-"""Where in a step a collective stands:
-count = tokens of the step; gradients = reduction; norm = gradient norm and loss; parameters = ZeRO gather."""
+PRIMITIVES = {
+    "all_reduce": "the tensor",
+    "reduce_scatter": "the tensor before it is reduced",
+    "all_gather": "the gathered tensor",
+    "all_to_all": "one rank's whole buffer",
+    "broadcast": "the tensor",
+    "send": "the message",
+}
+"""Name → what its payload bytes are the bytes of."""
+
+PHASES = {
+    "count": "counted tokens of the step",
+    "forward": "within layers and between stages, forward",
+    "recompute": "within layers, when full recompute runs them again",
+    "backward": "within layers and between stages, backward",
+    "gradients": "reduction of gradients",
+    "norm": "gradient norm and loss",
+    "parameters": "gathering of updated parameters, with ZeRO",
+    "evaluate": "sums of an evaluation",
+    "other": "outside a step",
+}
+"""Name → what is communicated in this part of a step; in the order in which tables show them."""
+_PHASE_ORDER = {phase: place for place, phase in enumerate(PHASES)}
+
+_BLOCKS_SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+"""How often a rank sends each of the size − 1 blocks that are not its own."""
+_WHOLE = ("broadcast", "send")
+"""Primitives that pass the payload on as it is."""
 
 
 def wire_bytes(primitive: str, payload_bytes: int, size: int) -> int:
@@ -18,16 +42,16 @@ def wire_bytes(primitive: str, payload_bytes: int, size: int) -> int:
 
     Args:
         primitive: one of PRIMITIVES.
-        payload_bytes: bytes of the full tensor (for all_gather the gathered one, for reduce_scatter
-            the unreduced one, for all_to_all one rank's whole buffer, for send the message).
+        payload_bytes: bytes of what PRIMITIVES says.
         size: number of ranks in the group.
 
     Source: Patarasuk & Yuan 2009; Chan et al. 2007.
     """
     if size == 1:
         return 0
-    factor = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}.get(primitive)
-    return payload_bytes if factor is None else factor * (size - 1) * payload_bytes // size
+    if primitive in _WHOLE:
+        return payload_bytes
+    return _BLOCKS_SENT[primitive] * (size - 1) * payload_bytes // size
 
 
 @dataclass(slots=True)
@@ -67,7 +91,7 @@ class Traffic:
 
     def sorted_rows(self) -> Iterator[tuple[tuple[str, str, str], TrafficRow]]:
         """Rows in order of phase, axis, primitive."""
-        return iter(sorted(self.rows.items(), key=lambda item: (PHASES.index(item[0][2]), item[0][1], item[0][0])))
+        return iter(sorted(self.rows.items(), key=lambda item: (_PHASE_ORDER[item[0][2]], item[0][1], item[0][0])))
 
     def to_list(self) -> list[dict[str, Any]]:
         """Plain data, one dict per row."""
@@ -93,7 +117,7 @@ class MemoryBreakdown:
     optimizer_bytes: int
     activations_bytes: int
     buffers_bytes: int
-    """Communication staging and constant tables."""
+    """Constant tables, such as rotary positions. Memory that a backend takes for calls on their way is not counted."""
 
     @property
     def states_bytes(self) -> int:
