@@ -11,8 +11,9 @@ All contenders take turns, step by step, in one process group, on one thread per
 
 A step lasts until its slowest rank has done it. `ratio` is contender / ddp of the same turn: lower quartile, median,
 upper quartile. `cpu` is the ratio of medians of processor seconds, summed over ranks: steadier than time on a machine
-that is not ours alone, blind to waiting. Memory is what one rank holds as parameters, gradients and optimizer state.
-The floor works on ddp's own tensors, so it costs no memory of its own. All get the same tokens; all tokens count.
+that others use too, blind to waiting. Memory is what one rank holds as parameters, gradients and optimizer state.
+The floor works on ddp's own tensors, so it costs no memory of its own. All get the same tokens; all tokens count. Where memory is too small
+for all contenders at once, each is measured alone beside ddp.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,11 @@ OURS = {"replicated": 0, "zero-1": 1}
 LEARNING_RATE = 1e-4
 OPTIONS = OptimizerOptions(weight_decay=0.1)
 SEED = 0
+
+BYTES_PER_PARAMETER = {BASE: 16, "replicated": 16, "zero-1": 16, "floor": 4}
+"""fp32 parameters, gradients and moments; an upper bound for ZeRO-1, gradients only for the floor."""
+BYTES_PER_RANK = 600 * 2**20
+"""Of Python, PyTorch and activations, roughly."""
 
 Step = Callable[[torch.Tensor, torch.Tensor], object]
 """One training step on (tokens, labels)."""
@@ -252,6 +259,24 @@ def run(ranks: int, task: Task) -> Result:
     )
 
 
+def groups_that_fit(size: Size, ranks: int, contenders: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """All contenders at once where memory allows it, else each alone beside ddp; those that never fit are left out."""
+
+    def fits(names: tuple[str, ...]) -> bool:
+        per_parameter = sum(BYTES_PER_PARAMETER[name] for name in (BASE, *names))
+        return ranks * (per_parameter * num_parameters + BYTES_PER_RANK) < available_bytes()
+
+    num_parameters = sum(p.numel() for p in build(size.spec(), "meta").parameters())
+    return [contenders] if fits(contenders) else [(name,) for name in contenders if fits((name,))]
+
+
+def available_bytes() -> int:
+    """Memory that new processes of this machine can have."""
+    with open("/proc/meminfo") as lines:
+        values = dict(line.split(":", 1) for line in lines)
+    return int(values["MemAvailable"].split()[0]) * 1024
+
+
 def add_rows(table: Table, label: str, ranks: int, result: Result) -> None:
     """One row per contender."""
     base = result.seconds[BASE]
@@ -299,15 +324,11 @@ def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     table = new_table(options.clip)
-    for label in options.sizes:
-        for ranks in options.ranks:
-            add_rows(
-                table,
-                label,
-                ranks,
-                run(ranks, Task(SIZES[label], tuple(options.contenders), options.steps, options.clip)),
-            )
-    Console().print(table)
+    for label, ranks in product(options.sizes, options.ranks):
+        size = SIZES[label]
+        for group in groups_that_fit(size, ranks, tuple(options.contenders)):
+            add_rows(table, label, ranks, run(ranks, Task(size, group, options.steps, options.clip)))
+    Console(width=max(100, Console().width)).print(table)
 
 
 if __name__ == "__main__":
