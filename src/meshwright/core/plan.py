@@ -11,7 +11,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import check
 from meshwright.core.strategy import Strategy
-from meshwright.core.values import Value, read_text
+from meshwright.core.values import Value, read_text, write_text
 
 
 class Plan(Value):
@@ -30,8 +30,8 @@ class Plan(Value):
         return self
 
     def save(self, path: Path | str) -> None:
-        """Write as TOML."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        """Write as TOML, whole or not at all."""
+        write_text(path, self.to_toml())
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.values import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class RankRecord:
             "pipeline_s": self.pipeline_s,
             "busy_s": self.busy_s,
         }
-        (folder / f"rank-{self.rank}.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+        write_text(folder / f"rank-{self.rank}.json", json.dumps(data, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> RankRecord:

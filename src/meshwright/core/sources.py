@@ -12,7 +12,6 @@ load_cluster  "8x8xh100"         8 nodes of 8; "8xh100" is one node
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.hf_config import from_hf_config
 from meshwright.core.model import ModelSpec
-from meshwright.core.values import parse_toml, read_text
+from meshwright.core.values import parse_json, parse_toml, read_text
 
 Table = dict[str, Any]
 
@@ -97,14 +96,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _read_config(path: Path) -> ModelSpec:
-    text = read_text(path)
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = "the file is empty" if not text.strip() else f"{error.msg} at line {error.lineno}"
-        raise InputError(f"{path}: not valid JSON ({hint}); is it truncated?") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: a JSON object was expected, found {type(data).__name__}")
+    data = parse_json(read_text(path), str(path))
     return from_hf_config(data, path.absolute().parent.name or "model", str(path))
 
 

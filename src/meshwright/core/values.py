@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +52,26 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{where}: not valid TOML: {error}") from None
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """The text of a JSON object to plain data. Raises InputError."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = "the file is empty" if not text.strip() else f"{error.msg} at line {error.lineno}"
+        raise InputError(f"{where}: not valid JSON ({hint}); is it truncated?") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: a JSON object was expected, found {type(data).__name__}")
+    return data
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write all of a file or nothing: a reader, or a kill, never meets half of it."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def read_text(path: Path | str) -> str:

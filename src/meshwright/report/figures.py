@@ -6,7 +6,6 @@ no network.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.units import format_bytes, format_time
+from meshwright.core.values import write_text
 from meshwright.report.tables import MEMORY_CATEGORIES
 from meshwright.train.metrics import StepMetrics, read_metrics
 
@@ -117,9 +117,7 @@ def write_figure(figure: Figure, path: Path | str) -> Path:
     """Write one HTML page that holds all it needs; all of it or nothing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    figure.write_html(str(partial), include_plotlyjs=True, full_html=True, config={"displaylogo": False})
-    os.replace(partial, path)
+    write_text(path, figure.to_html(include_plotlyjs=True, full_html=True, config={"displaylogo": False}))
     return path
 
 

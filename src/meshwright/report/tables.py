@@ -7,7 +7,7 @@ those of one rank, in decimal units.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Protocol
 
@@ -20,13 +20,7 @@ from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic, Traffic
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
 
-MEMORY_CATEGORIES = {
-    "parameters": "parameters_bytes",
-    "gradients": "gradients_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "activations_bytes",
-    "buffers": "buffers_bytes",
-}
+MEMORY_CATEGORIES = {field.name.removesuffix("_bytes"): field.name for field in fields(MemoryBreakdown)}
 """Name in tables and figures → field of MemoryBreakdown."""
 
 _SHORT = ("param", "grad", "optim", "activ", "buffer")

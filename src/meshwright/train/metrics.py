@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from meshwright.core.errors import InputError
+from meshwright.core.values import write_text
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -112,12 +112,10 @@ def _to_json(value: int | float) -> int | float | str:
 
 
 def _truncate(path: Path, start_step: int) -> None:
-    """Keep the rows before `start_step`; all of the old file or all of the new one survives a kill."""
+    """Keep the rows before `start_step`."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     kept = [line for number, line in enumerate(lines, 1) if _parse(line, f"{path}:{number}").step < start_step]
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, "".join(line + "\n" for line in kept))
 
 
 def _open_events(folder: Path, start_step: int) -> Any:

@@ -25,7 +25,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.values import read_text
 from meshwright.train.data import TokenArray, check_enough_tokens
 from meshwright.train.sources import TextSource, as_source
-from meshwright.train.tokenizer import TOKENIZER_FILE, end_of_text_id, load_tokenizer, save_tokenizer, train_tokenizer
+from meshwright.train.tokenizer import end_of_text_id, load_tokenizer, save_tokenizer, train_tokenizer
 
 FORMAT = 1
 TOKENS_FILE = "tokens.npy"
@@ -79,10 +79,6 @@ class PreparedData:
     def end_of_text(self) -> int:
         """Id of the token that ends each document."""
         return self.record.end_of_text
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.folder / TOKENIZER_FILE
 
     @property
     def tokens_path(self) -> Path:

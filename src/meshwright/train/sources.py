@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,18 +120,29 @@ def stdlib_texts(max_bytes: int) -> Iterator[str]:
 
     Tests and tables of character codes are left out; the last document may be cut.
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    return first_bytes(_stdlib_modules(Path(sysconfig.get_path("stdlib"))), max_bytes)
+
+
+def first_bytes(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
+    """The first `max_bytes` of UTF-8; the last text may be cut, between two characters."""
     left = max_bytes
-    for module in sorted(_python_files(root), key=lambda file: file.relative_to(root).as_posix()):
-        try:
-            raw = module.read_text(encoding="utf-8").encode()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if raw:
-            yield raw[:left].decode(errors="ignore")
+    for text in texts:
+        raw = text.encode()
+        yield text if len(raw) <= left else raw[:left].decode(errors="ignore")
         left -= len(raw)
         if left <= 0:
             return
+
+
+def _stdlib_modules(root: Path) -> Iterator[str]:
+    """Texts of the modules below `root` that can be read and are not empty."""
+    for module in sorted(_python_files(root), key=lambda file: file.relative_to(root).as_posix()):
+        try:
+            text = module.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text:
+            yield text
 
 
 def _python_files(root: Path) -> Iterator[Path]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from meshwright.core.errors import InputError
-from meshwright.core.values import read_text
+from meshwright.core.values import parse_json, read_text, write_text
+from meshwright.train.sources import first_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_TEXT_BYTES = 4_000_000
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_head(texts, TRAINING_TEXT_BYTES), trainer)
+    tokenizer.train_from_iterator(first_bytes(texts, TRAINING_TEXT_BYTES), trainer)
     return tokenizer
 
 
@@ -88,7 +88,7 @@ def load_tokenizer(path: Path | str) -> tuple[Tokenizer, dict[str, Any]]:
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"{file}: not a tokenizer: {error}") from None
     config_file = file.with_name(CONFIG_FILE)
-    return tokenizer, _read_json(config_file) if config_file.exists() else {}
+    return tokenizer, parse_json(read_text(config_file), str(config_file)) if config_file.exists() else {}
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path | str, config: dict[str, Any] | None = None) -> None:
@@ -108,32 +108,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path | str, config: dict[str, A
         }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    _replace(folder / CONFIG_FILE, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def _head(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
-    left = max_bytes
-    for text in texts:
-        raw = text.encode()
-        yield text if len(raw) <= left else raw[:left].decode(errors="ignore")
-        left -= len(raw)
-        if left <= 0:
-            return
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: a JSON object was expected")
-    return data
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write all of it or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
