@@ -28,7 +28,7 @@ from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.program import Kind
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import stage_flops
-from meshwright.cost.network import Route, boundary_link, flat_s, route
+from meshwright.cost.network import boundary_link, flat_s, route
 from meshwright.cost.traffic import hidden_bytes
 
 
@@ -95,11 +95,6 @@ class StepCosts:
         return 0.0
 
 
-def routes(model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, axes: Sequence[str]) -> dict[str, Route]:
-    """The route of each axis."""
-    return {axis: route(axis, model, strategy, cluster) for axis in axes}
-
-
 def stage_costs(
     model: ModelSpec,
     job: Job,
@@ -159,7 +154,7 @@ def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
 def _seconds_by_phase(model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic) -> dict[str, float]:
     """Seconds in collectives by phase; transfers between stages are priced by boundary, not here."""
     rows = [(key, row) for key, row in sent.rows.items() if key[1] != PP]
-    over = routes(model, strategy, cluster, sorted({axis for (_, axis, _), _ in rows}))
+    over = {axis: route(axis, model, strategy, cluster) for axis in {axis for (_, axis, _), _ in rows}}
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
         seconds = row.calls * over[axis].seconds(primitive, row.payload_bytes / row.calls)

@@ -18,8 +18,8 @@ from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.measures import wire_bytes
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import kv_replicas
 from meshwright.core.strategy import Strategy
+from meshwright.cost.traffic import group_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec)
     A group with stride k and n members lies in a block of k·n consecutive ranks. Blocks that tile a node keep every
     group inside it; any other block is cut by a node's edge, and then some group crosses.
     """
-    size, stride = _size_and_stride(axis, model, strategy)
+    size, stride = group_sizes(model, strategy)[axis], _stride(axis, strategy)
     per_node = cluster.devices_per_node
     block = size * stride
     crosses = size > 1 and cluster.num_nodes > 1 and (axis == PP_ENDS or per_node % block > 0)
@@ -89,15 +89,16 @@ def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec)
     )
 
 
-def _size_and_stride(axis: str, model: ModelSpec, strategy: Strategy) -> tuple[int, int]:
+def _stride(axis: str, strategy: Strategy) -> int:
+    """Ranks from one member of a group to the next."""
     per_stage = strategy.dp * strategy.tp
     return {
-        TP: (strategy.tp, 1),
-        TP_KV: (kv_replicas(model, strategy.tp), 1),
-        DP: (strategy.dp, strategy.tp),
-        PP: (strategy.pp, per_stage),
-        PP_ENDS: (min(2, strategy.pp), (strategy.pp - 1) * per_stage),
-        WORLD: (strategy.world_size, 1),
+        TP: 1,
+        TP_KV: 1,
+        DP: strategy.tp,
+        PP: per_stage,
+        PP_ENDS: (strategy.pp - 1) * per_stage,
+        WORLD: 1,
     }[axis]
 
 

@@ -20,11 +20,11 @@ SCALAR_BYTES = 8
 
 
 def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
-    """Ranks in each group that a rank talks to."""
+    """Axis → ranks in each of its groups; of `pp_ends` the group of the first and the last stage."""
     return {
         **strategy.sizes,
         TP_KV: kv_replicas(model, strategy.tp),
-        PP_ENDS: 2 if strategy.pp > 1 else 1,
+        PP_ENDS: min(2, strategy.pp),
         WORLD: strategy.world_size,
     }
 

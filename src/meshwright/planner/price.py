@@ -17,6 +17,7 @@ from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.strategy import Strategy
+from meshwright.core.units import format_bytes
 from meshwright.cost.latency import (
     StageCosts,
     StepCosts,
@@ -58,8 +59,8 @@ class Forecast:
     @property
     def limit(self) -> str:
         """What memory allows, in words."""
-        needs, has = self.memory.total_bytes / 1e9, self.usable_memory_bytes / 1e9
-        return f"needs {needs:.3g} GB per rank of {has:.3g} GB usable"
+        needs, has = format_bytes(self.memory.total_bytes), format_bytes(self.usable_memory_bytes)
+        return f"needs {needs} per rank of {has} usable"
 
 
 def stage_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
