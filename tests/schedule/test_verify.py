@@ -11,7 +11,8 @@ from meshwright.core.errors import ProgramError
 from meshwright.core.program import Action, Kind, Program
 from meshwright.schedule.build import forward_program, program
 from meshwright.schedule.edges import edges_between_ranks
-from meshwright.schedule.verify import peak_live, verify
+from meshwright.schedule.liveness import peak_live
+from meshwright.schedule.verify import verify
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,9 +14,33 @@ from meshwright.core.program import Action, Kind, Program
 from meshwright.schedule import closed_form
 from meshwright.schedule.build import available_orders, forward_program, from_rows, program
 from meshwright.schedule.unit_clock import unit_timeline
-from meshwright.sim.clock import StageCosts, UnitCosts, simulate
+from meshwright.sim.clock import UnitCosts, simulate
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds per stage, and per boundary between stages i and i+1."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    transfer_s: Sequence[float]
+    reduce_s: Sequence[float] = ()
+
+    def duration_s(self, kind: Kind, stage: int) -> float:
+        match kind:
+            case Kind.F:
+                return self.forward_s[stage]
+            case Kind.B:
+                return self.backward_s[stage]
+            case Kind.SEND_F:
+                return self.transfer_s[stage]
+            case Kind.SEND_B:
+                return self.transfer_s[stage - 1]
+            case Kind.REDUCE if self.reduce_s:
+                return self.reduce_s[stage]
+        return 0
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))

@@ -15,10 +15,7 @@ from meshwright.core.errors import ProgramError
 from meshwright.core.program import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, Program
 from meshwright.schedule.draw import table
 from meshwright.schedule.edges import Edge, edges, edges_between_ranks
-from meshwright.schedule.liveness import peak_live
 from meshwright.schedule.walk import Deadlock, walk
-
-__all__ = ["peak_live", "verify"]
 
 Place = tuple[int, int]
 """(rank, index into its row)."""

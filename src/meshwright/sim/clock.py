@@ -6,7 +6,6 @@ boundary carries one transfer per direction at a time. A receive waits for the a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +13,6 @@ from meshwright.core.errors import ProgramError
 from meshwright.core.program import RECV_KINDS, SEND_KINDS, Action, Kind, Program
 from meshwright.schedule.timeline import Event, Timeline
 from meshwright.schedule.walk import walk
-
-__all__ = ["Costs", "Event", "StageCosts", "Timeline", "UnitCosts", "simulate"]
 
 
 class Costs(Protocol):
@@ -41,32 +38,6 @@ class UnitCosts:
         if kind in SEND_KINDS:
             return self.transfer
         return {Kind.F: self.forward, Kind.B: self.backward}.get(kind, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """Seconds per stage, and per boundary between stages i and i+1."""
-
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    transfer_s: Sequence[float]
-    """One less than stages; both directions carry the same bytes."""
-    reduce_s: Sequence[float] = ()
-    """What the REDUCE of each stage still takes after its last backward; empty for none."""
-
-    def duration_s(self, kind: Kind, stage: int) -> float:
-        match kind:
-            case Kind.F:
-                return self.forward_s[stage]
-            case Kind.B:
-                return self.backward_s[stage]
-            case Kind.SEND_F:
-                return self.transfer_s[stage]
-            case Kind.SEND_B:
-                return self.transfer_s[stage - 1]
-            case Kind.REDUCE if self.reduce_s:
-                return self.reduce_s[stage]
-        return 0
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
