@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.core.axes import DP, TP
 from meshwright.core.errors import InputError
+from meshwright.core.measures import TrafficRow
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
 from meshwright.cost.memory import memory
@@ -48,14 +49,13 @@ def differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
 
 
 def _traffic(plan: Plan, record: RankRecord) -> Iterator[Difference]:
-    expected = traffic(plan.model, plan.job, plan.strategy, record.coordinates).rows
+    forecast = traffic(plan.model, plan.job, plan.strategy, record.coordinates).rows
     measured = record.traffic.rows
-    for key in sorted({*expected, *measured}):
-        theirs, ours = expected.get(key), measured.get(key)
-        if theirs != ours:
-            calls = (theirs.calls if theirs else 0, ours.calls if ours else 0)
-            sent = (theirs.wire_bytes if theirs else 0, ours.wire_bytes if ours else 0)
-            pair, unit = (sent, "bytes") if sent[0] != sent[1] else (calls, "calls")
+    for key in sorted({*forecast, *measured}):
+        rows = [witness.get(key, TrafficRow()) for witness in (forecast, measured)]
+        if rows[0] != rows[1]:
+            unit = "bytes" if rows[0].wire_bytes != rows[1].wire_bytes else "calls"
+            pair = [row.wire_bytes if unit == "bytes" else row.calls for row in rows]
             yield Difference(record.rank, " ".join(key), *pair, unit)
 
 
