@@ -12,8 +12,8 @@ All contenders take turns, step by step, in one process group, on one thread per
 A step lasts until its slowest rank has done it. `ratio` is contender / ddp of the same turn: lower quartile, median,
 upper quartile. `cpu` is the ratio of medians of processor seconds, summed over ranks: steadier than time on a machine
 that others use too, blind to waiting. Memory is what one rank holds as parameters, gradients and optimizer state.
-The floor works on ddp's own tensors, so it costs no memory of its own. All get the same tokens; all tokens count. Where memory is too small
-for all contenders at once, each is measured alone beside ddp.
+The floor works on ddp's own tensors, so it costs no memory of its own. All get the same tokens; all tokens count.
+Where memory is too small for all contenders at once, each is measured alone beside ddp.
 """
 
 from __future__ import annotations

@@ -90,9 +90,10 @@ class VocabParallelEmbedding(nn.Module):
 
 def apply(model: nn.Module, spec: ModelSpec, axis: Axis) -> None:
     """Replace modules and hook inputs in place. Weights are cut elsewhere, by placement."""
-    for param in spec.parameters():
-        path, _, attribute = param.name.rpartition(".")
-        if attribute == "weight" and (replacement := _replacement(model, path, param, spec, axis)) is not None:
+    weights = {param.name: param for param in spec.parameters()}
+    for path, module in list(model.named_modules()):
+        name = "embedding.weight" if path == "head" and spec.tied_embeddings else f"{path}.weight"
+        if (replacement := _replacement(module, weights.get(name), spec, axis)) is not None:
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, replacement)
     for path, module in model.named_modules():
@@ -100,20 +101,12 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis) -> None:
             module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], axis), *inputs[1:]))
 
 
-def _replacement(model: nn.Module, path: str, param: ParamSpec, spec: ModelSpec, axis: Axis) -> nn.Module | None:
-    module = _find(model, path)
+def _replacement(module: nn.Module, weight: ParamSpec | None, spec: ModelSpec, axis: Axis) -> nn.Module | None:
+    if weight is None:
+        return None
     if isinstance(module, nn.Linear):
-        return RowParallelLinear(module, axis) if param.dims[1] in TP_DIMS else ColumnParallelLinear(module)
-    if isinstance(module, nn.Embedding) and param.dims[0] in TP_DIMS:
-        return VocabParallelEmbedding(
-            module, axis, *dim_range(spec, param.dims[0], param.shape[0], axis.size, axis.index)
-        )
+        return RowParallelLinear(module, axis) if weight.dims[1] in TP_DIMS else ColumnParallelLinear(module)
+    if isinstance(module, nn.Embedding) and weight.dims[0] in TP_DIMS:
+        rows = dim_range(spec, weight.dims[0], weight.shape[0], axis.size, axis.index)
+        return VocabParallelEmbedding(module, axis, *rows)
     return None
-
-
-def _find(model: nn.Module, path: str) -> nn.Module | None:
-    """The submodule, or None where the pipeline has cut it away."""
-    module: nn.Module | None = model
-    for name in path.split("."):
-        module = module._modules.get(name) if module is not None else None
-    return module

@@ -158,4 +158,4 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     whole = x.numel() // _NORM_ROW * _NORM_ROW
     norms = torch.linalg.vector_norm(x[:whole].view(-1, _NORM_ROW), dim=-1, dtype=wide)
     rest = torch.linalg.vector_norm(x[whole:], dtype=wide)
-    return norms.double().square().sum() + rest.double().square()
+    return torch.sum(norms.square_(), dtype=torch.float64) + rest.double().square()
