@@ -1,0 +1,64 @@
+"""One run that is really launched and trained, for all tests that look at a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.comm import mesh
+from meshwright.run.command import run_command
+from tests.end_to_end import shell
+from tests.end_to_end.shell import OURS, Result
+from tests.end_to_end.tiny import BATCH, SEQ_LENGTH, TEXT_BYTES, write_config
+
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A plan, the run trained from it, and what the commands said."""
+
+    plan: Path
+    run: Path
+    planned: Result
+    trained: Result
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """`meshwright plan`, then `meshwright train` on two ranks."""
+    folder = tmp_path_factory.mktemp("main-job")
+    plan, run = folder / "plan.toml", folder / "run"
+    planned = shell.meshwright(
+        "plan", write_config(folder), "local:2", "--seq", SEQ_LENGTH, "--batch", BATCH, "--fix", "dp=2", "--zero", 1,
+        "--precision", "fp32", "-o", plan,
+    )  # fmt: skip
+    assert planned.status == 0, planned.err
+    done = shell.meshwright(
+        "train", plan, "--stdlib", "--max-text-bytes", TEXT_BYTES, "--steps", STEPS, "--learning-rate", 0.01,
+        "--save-every", 4, "--keep", 2, "--eval-every", 6, "--out", run,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    return Trained(plan, run, planned, done)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
+    """`cli("verify", run)`: a command in this process, for those that start no ranks."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        monkeypatch.delenv(name)
+
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        status = run_command(lambda: main([str(word) for word in argv]))
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    yield call
+    mesh.stop()
