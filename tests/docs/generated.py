@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Mapping
 
-from meshwright.core.rules import RULES
+from tests.docs.reference import REFERENCE
 from tests.house.source import PACKAGE
 from tests.house.test_rooms import LEVELS
 
@@ -19,11 +19,4 @@ def rooms() -> str:
     return "\n".join(lines) + "\n"
 
 
-def rules() -> str:
-    """One line per rule of the table that makes a strategy legal."""
-    lines = ["| rule | what it needs | why |", "| --- | --- | --- |"]
-    lines += [f"| `{rule.id}` | {rule.needs} | {rule.why} |" for rule in RULES]
-    return "\n".join(lines) + "\n"
-
-
-GENERATED: Mapping[str, Callable[[], str]] = {"rooms": rooms, "rules": rules}
+GENERATED: Mapping[str, Callable[[], str]] = {"rooms": rooms, **REFERENCE}

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DP = "dp"
+"""Data parallel: the ranks that hold the same box of every parameter and train on other sequences."""
 TP = "tp"
+"""Tensor parallel: the ranks that share each layer's heads, feed-forward columns and vocabulary rows."""
 PP = "pp"
+"""Pipeline parallel: the ranks that hold consecutive stages of layers."""
 
 MESH_ORDER = (PP, DP, TP)
 """Outermost first."""
@@ -22,6 +25,7 @@ PP_ENDS = "pp_ends"
 """The first and the last pipeline stage, which share a tied embedding."""
 
 WORLD = "world"
+"""All ranks of the run."""
 
 ALL_AXES = (*MESH_ORDER, TP_KV, PP_ENDS, WORLD)
 

@@ -18,6 +18,7 @@ class Device(Value):
     peak_flops_per_s: dict[str, float]
     """Keyed by dtype: fp64, fp32, bf16, fp16."""
     source: str = ""
+    """Where the figures come from."""
 
 
 class Link(Value):
@@ -26,6 +27,7 @@ class Link(Value):
     name: str
     bandwidth_bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(ge=0)
+    """Of one message."""
 
 
 class ClusterSpec(Value):
@@ -42,6 +44,7 @@ class ClusterSpec(Value):
     backend: Literal["gloo", "nccl"] = "nccl"
     """`gloo` on CPU, `nccl` on GPU."""
     usable_memory_fraction: float = Field(default=0.92, gt=0, le=1)
+    """Share of a device's memory that a rank may fill; the rest is the backend's."""
     compute_efficiency: float = Field(default=0.5, gt=0, le=1)
     """Share of peak FLOP/s that matrix products reach."""
 

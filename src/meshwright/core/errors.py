@@ -27,7 +27,7 @@ class UnsupportedError(MeshwrightError):
 
 
 class RuleError(MeshwrightError):
-    """An illegal strategy. ``rule`` is the id of the broken rule in :mod:`meshwright.core.rules`."""
+    """An illegal strategy. `rule` is the id of the broken rule in `meshwright.core.rules`."""
 
     def __init__(self, message: str, rule: str = "") -> None:
         super().__init__(message)

@@ -13,7 +13,9 @@ class Job(Value):
     """One training job. Batch sizes count sequences."""
 
     seq_length: int = Field(gt=0)
+    """Tokens of a sequence."""
     global_batch_size: int = Field(gt=0)
+    """Sequences of a step, over all ranks."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
 
     @property

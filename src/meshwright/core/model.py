@@ -58,24 +58,33 @@ class ModelSpec(Value):
     num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
+    """Fewer than `num_heads` where queries share keys and values; divides them."""
     head_dim: int = Field(gt=0)
     ffn_size: int = Field(gt=0)
+    """Inner width of the MLP, of one expert in a mixture."""
     max_positions: int = Field(gt=0)
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float = 1e-5
     positions: Literal["learned", "rope", "alibi"]
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     activation: Literal["gelu", "gelu_tanh", "silu"]
     gated_mlp: bool
+    """down(act(gate(x)) · up(x)) instead of down(act(up(x)))."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """A norm over each head of queries and keys."""
     embedding_norm: bool = False
+    """A norm right after the embedding."""
     tied_embeddings: bool = False
+    """The head's weight is the embedding's."""
     sliding_window: int | None = None
+    """Tokens that a query looks back at; None for all."""
     num_experts: int = Field(default=0, ge=0)
+    """Of a layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)
     initializer_std: float = 0.02
 

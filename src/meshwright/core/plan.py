@@ -18,9 +18,13 @@ class Plan(Value):
     """What is run. Cannot be built around an illegal strategy (raises RuleError)."""
 
     model: ModelSpec
+    """What is trained."""
     cluster: ClusterSpec
+    """On what."""
     job: Job
+    """On how much at once."""
     strategy: Strategy
+    """How it is split."""
     why: str = ""
     """The planner's explanation, in words."""
 

@@ -20,16 +20,23 @@ class Strategy(Value):
     """How a job is split over the ranks."""
 
     dp: int = Field(default=1, gt=0)
+    """Data-parallel ranks: each trains on its own sequences."""
     tp: int = Field(default=1, gt=0)
+    """Tensor-parallel ranks: they share every layer."""
     pp: int = Field(default=1, gt=0)
+    """Pipeline stages."""
     zero: Literal[0, 1] = 0
+    """1 divides the optimizer's state over dp (ZeRO stage 1)."""
     schedule: ScheduleName = "1f1b"
+    """Order of forwards and backwards; without a pipeline all are one."""
     micro_batch_size: int = Field(default=1, gt=0)
     """Sequences per micro-batch and data-parallel rank."""
     num_micro_batches: int = Field(default=1, gt=0)
     """Micro-batches per step and data-parallel rank; also gradient accumulation when pp = 1."""
     recompute: Literal["none", "full"] = "none"
+    """`full` keeps a layer's input alone and runs the layer again in backward."""
     precision: Precision = "fp32"
+    """Byte recipe: the dtype of parameters, gradients and optimizer state."""
     layers_per_stage: tuple[int, ...] | None = None
     """Layers of each pipeline stage; None splits them evenly, extra layers to the inner stages."""
     bucket_bytes: int = Field(default=25 * 2**20, gt=0)
