@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from meshwright.core.job import Job
 from meshwright.core.strategy import Strategy
 from meshwright.cost.activations import (
     embedding_terms,
@@ -10,9 +11,9 @@ from meshwright.cost.activations import (
     kept_layer_terms,
     layer_terms,
     loss_terms,
-    stage_terms,
     total_bytes,
 )
+from meshwright.cost.memory import activations_bytes
 from tests.models.tiny import SPECS, random_model, random_tokens
 
 ALL = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -104,11 +105,17 @@ def test_recompute_keeps_one_hidden_state():
 
 
 def test_ends_stand_on_the_end_stages():
-    spec, strategy = SPECS["gpt2"], Strategy(pp=3)
-    first, inner, last = (stage_terms(spec, strategy, stage, B, S) for stage in range(3))
-    assert first == embedding_terms(spec, strategy, B, S)
-    assert inner == []
-    assert last == head_terms(spec, strategy, B, S) + loss_terms(spec, strategy, B, S)
-    assert stage_terms(spec, Strategy(), 0, B, S) == first + last
+    spec, job = SPECS["gpt2"].model_copy(update={"num_layers": 3}), Job(seq_length=S, global_batch_size=B)
+    strategy = Strategy(pp=3, micro_batch_size=B)
+    layer, front = (total_bytes(terms(spec, strategy, B, S)) for terms in (layer_terms, embedding_terms))
+    back = total_bytes(head_terms(spec, strategy, B, S)) + total_bytes(loss_terms(spec, strategy, B, S))
+    stages = [activations_bytes(spec, job, strategy, stage) for stage in range(3)]
+    assert stages == [front + layer, layer, layer + back]
+    alone = activations_bytes(spec, job, Strategy(micro_batch_size=B), 0)
+    assert alone == front + 3 * layer + back
+
+
+def test_statistics_are_at_least_fp32():
+    spec = SPECS["gpt2"]
     exponentials = loss_terms(spec, Strategy(tp=2, precision="bf16"), B, S)[0]
     assert exponentials.bytes == B * S * 31 * 4  # 61 rows: the first rank has 31; always at least fp32

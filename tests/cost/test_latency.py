@@ -33,6 +33,7 @@ from meshwright.cost.traffic import traffic
 from meshwright.schedule.build import program
 from meshwright.schedule.closed_form import bubble_fraction, makespan_s
 from meshwright.sim.clock import simulate
+from tests.shapes import make_model
 
 INTRA = Link(name="inside", bandwidth_bytes_per_s=100e9, latency_s=2e-6)
 INTER = Link(name="between", bandwidth_bytes_per_s=10e9, latency_s=10e-6)
@@ -51,15 +52,6 @@ def cluster(num_nodes: int, per_node: int, backend: str = "nccl", **change: obje
         "intra_link": INTRA, "inter_link": INTER, "backend": backend,
     }  # fmt: skip
     return ClusterSpec.model_validate({**fields, **change})
-
-
-def model(**change: object) -> ModelSpec:
-    shape = {
-        "name": "tiny", "family": "llama", "vocab_size": 96, "hidden_size": 64, "num_layers": 8, "num_heads": 4,
-        "num_kv_heads": 2, "head_dim": 16, "ffn_size": 128, "max_positions": 64, "norm": "rmsnorm",
-        "positions": "rope", "activation": "silu", "gated_mlp": True,
-    }  # fmt: skip
-    return ModelSpec.model_validate({**shape, **change})
 
 
 JOB = Job(seq_length=32, global_batch_size=16)
@@ -86,7 +78,7 @@ def test_a_collective_takes_its_rounds_and_its_bytes(primitive, backend, size, r
 
 def test_two_levels_use_every_network_card():
     """4 nodes of 8, hand-worked: 2·7/8·S inside, 2·3/4·S/8 between."""
-    over = route(DP, model(), Strategy(dp=32), cluster(4, 8))
+    over = route(DP, make_model(), Strategy(dp=32), cluster(4, 8))
     payload = 800 * 10**6
     inside = 2 * (3 * 2e-6 + 7 / 8 * payload / 100e9)
     across = 4 * 10e-6 + 2 * 3 / 4 * payload / 8 / 10e9
@@ -97,7 +89,7 @@ def test_two_levels_use_every_network_card():
 
 
 def test_gloo_goes_round_one_flat_ring():
-    over = route(DP, model(), Strategy(dp=32), cluster(4, 8, backend="gloo"))
+    over = route(DP, make_model(), Strategy(dp=32), cluster(4, 8, backend="gloo"))
     assert over.seconds("all_reduce", 10**6) == flat_s("all_reduce", 10**6, 32, INTER, "gloo")
 
 
@@ -125,7 +117,7 @@ def test_an_axis_uses_the_network_where_one_of_its_groups_leaves_a_node(axis):
     for dp, tp, pp, per_node in LAYOUTS:
         strategy = Strategy(dp=dp, tp=tp, pp=pp)
         nodes = [[rank // per_node for rank in group] for group in groups(axis, strategy)]
-        over = route(axis, model(), strategy, cluster(strategy.world_size // per_node, per_node))
+        over = route(axis, make_model(), strategy, cluster(strategy.world_size // per_node, per_node))
         assert (over.inter is not None) == any(len(set(group)) > 1 for group in nodes), (dp, tp, pp, per_node)
         if over.num_local > 1:
             assert {group.count(node) for group in nodes for node in group} == {over.num_local}
@@ -139,7 +131,7 @@ def test_the_ends_of_a_pipeline_and_its_boundaries():
         machines = cluster(strategy.world_size // per_node, per_node)
         columns = groups(PP, strategy)
         leaves = any(column[0] // per_node != column[-1] // per_node for column in columns)
-        assert (route(PP_ENDS, model(), strategy, machines).inter is not None) == leaves
+        assert (route(PP_ENDS, make_model(), strategy, machines).inter is not None) == leaves
         for stage in range(pp - 1):
             crosses = any(column[stage] // per_node != column[stage + 1] // per_node for column in columns)
             assert boundary_link(stage, strategy, machines) == (INTER if crosses else INTRA)
@@ -227,7 +219,7 @@ def test_a_later_stage_reduces_while_earlier_ones_still_run_backward():
 
 
 def costs_of(strategy: Strategy, machines: ClusterSpec, spec: ModelSpec | None = None) -> StepCosts:
-    spec = spec or model()
+    spec = spec or make_model()
     at = [{PP: stage, DP: 0, TP: 0} for stage in range(strategy.pp)]
     return StepCosts(
         tuple(
@@ -256,10 +248,10 @@ def test_one_device_takes_its_flops_over_its_speed(recompute):
     machines = cluster(1, 1)
     strategy = Strategy(num_micro_batches=16, precision="bf16", recompute=recompute)
     step = time_of(strategy, machines)
-    assert step.pipeline_s == pytest.approx(hardware_flops(model(), JOB, recompute, causal=True) / 0.5e15)
+    assert step.pipeline_s == pytest.approx(hardware_flops(make_model(), JOB, recompute, causal=True) / 0.5e15)
     assert step.data_comm_exposed_s == 0
     assert step.bubble_fraction == pytest.approx(0)
-    assert step.optimizer_s == pytest.approx(30 * model().num_parameters / 1e12)
+    assert step.optimizer_s == pytest.approx(30 * make_model().num_parameters / 1e12)
 
 
 def test_free_links_leave_only_the_flops_and_the_head_s_imbalance():

@@ -12,12 +12,10 @@ from meshwright.core.placement import placements
 from meshwright.core.sources import load_model, model_names
 from meshwright.core.strategy import Strategy
 from meshwright.cost.params import (
-    active_parameters,
     local_parameter_counts,
     local_parameters,
     matmul_parameters,
     parameter_counts,
-    total_parameters,
 )
 
 
@@ -46,8 +44,8 @@ def test_parts_by_hand() -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_parts_sum_to_the_total(name: str) -> None:
     spec = load_model(name)
-    assert sum(parameter_counts(spec).values()) == total_parameters(spec)
-    assert (active_parameters(spec) < total_parameters(spec)) == bool(spec.num_experts)
+    assert sum(parameter_counts(spec).values()) == spec.num_parameters
+    assert (spec.num_active_parameters < spec.num_parameters) == bool(spec.num_experts)
 
 
 def test_matmul_parameters() -> None:
@@ -59,7 +57,7 @@ def test_matmul_parameters() -> None:
     assert matmul_parameters(llama) == counts["attention"] + counts["mlp"] + counts["head"]
     tied = llama.model_copy(update={"tied_embeddings": True})
     assert matmul_parameters(tied) == matmul_parameters(llama)
-    assert total_parameters(tied) == total_parameters(llama) - counts["head"]
+    assert tied.num_parameters == llama.num_parameters - counts["head"]
 
 
 def test_matmul_parameters_of_experts() -> None:
@@ -81,7 +79,7 @@ def test_owned_elements_of_all_ranks_are_the_model(sizes: tuple[int, int, int], 
         for placement in placements(spec, strategy, at)
         if placement.owned
     )
-    assert owned == total_parameters(spec)
+    assert owned == spec.num_parameters
 
 
 def test_one_rank_holds_everything() -> None:
@@ -117,5 +115,5 @@ def test_claim_70b_on_tp4() -> None:
     strategy = Strategy(tp=4)
     held = [local_parameters(spec, strategy, {"pp": 0, "dp": 0, "tp": k}) for k in range(4)]
     norms = parameter_counts(spec)["norm"]
-    assert sum(held) == total_parameters(spec) + 3 * norms
+    assert sum(held) == spec.num_parameters + 3 * norms
     assert 2 * max(held) == pytest.approx(35e9, rel=0.02)

@@ -9,16 +9,7 @@ import pytest
 from meshwright.core.cluster import ClusterSpec, Device, Link
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-
-
-def make_model(**change: object) -> ModelSpec:
-    """A Llama of 8 layers, 64 wide, 4 heads, 2 key/value heads; fields by keyword."""
-    shape = {
-        "name": "tiny", "family": "llama", "vocab_size": 96, "hidden_size": 64, "num_layers": 8, "num_heads": 4,
-        "num_kv_heads": 2, "head_dim": 16, "ffn_size": 128, "max_positions": 64, "norm": "rmsnorm",
-        "positions": "rope", "activation": "silu", "gated_mlp": True,
-    }  # fmt: skip
-    return ModelSpec.model_validate({**shape, **change})
+from tests.shapes import make_model
 
 
 def make_cluster(

@@ -81,6 +81,11 @@ def dim_range(spec: ModelSpec, dim: str, size: int, tp: int, index: int) -> tupl
     return even_split(size, tp, index)
 
 
+def largest_part(spec: ModelSpec, dim: str, size: int, tp: int) -> int:
+    """Length along a named dim that the first rank of a tp axis holds; no rank holds more."""
+    return dim_range(spec, dim, size, tp, 0)[1]
+
+
 def param_box(spec: ModelSpec, param: ParamSpec, tp: int, index: int) -> Box:
     """The box of `param` that rank `index` of a tp axis of size `tp` holds."""
     ranges = [dim_range(spec, dim, size, tp, index) for dim, size in zip(param.dims, param.shape, strict=True)]

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import dim_range
+from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
 
 _INDEX_BYTES = 8
@@ -72,7 +72,7 @@ class _Sizes:
 
 def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
     def local(dim: str, size: int) -> int:
-        return dim_range(spec, dim, size, strategy.tp, 0)[1]
+        return largest_part(spec, dim, size, strategy.tp)
 
     return _Sizes(
         tokens=b * s,
@@ -174,10 +174,3 @@ def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term
         Term("targets", z.tokens * _INDEX_BYTES),
         Term("target flags", 2 * z.tokens * _FLAG_BYTES),
     ]
-
-
-def stage_terms(spec: ModelSpec, strategy: Strategy, stage: int, b: int, s: int) -> list[Term]:
-    """What pipeline stage `stage` keeps of one micro-batch beside its layers: embedding first, head and loss last."""
-    first = embedding_terms(spec, strategy, b, s) if stage == 0 else []
-    last = stage == strategy.pp - 1
-    return [*first, *(head_terms(spec, strategy, b, s) + loss_terms(spec, strategy, b, s) if last else [])]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import dim_range
+from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
 
 NARAYANAN = "Narayanan et al. 2021, appendix"
@@ -53,9 +53,9 @@ def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = Fals
             heads; the router always is.
     """
     h = spec.hidden_size
-    heads = _held(spec, "heads", spec.heads_size, tp)
-    kv = _held(spec, "kv_heads", spec.kv_size, tp)
-    ffn = _held(spec, "ffn", spec.ffn_size, tp)
+    heads = largest_part(spec, "heads", spec.heads_size, tp)
+    kv = largest_part(spec, "kv_heads", spec.kv_size, tp)
+    ffn = largest_part(spec, "ffn", spec.ffn_size, tp)
     matrices = 3 if spec.gated_mlp else 2
     experts = spec.experts_per_token or 1
     score = 2 * heads * seq_length // (2 if causal else 1)
@@ -74,12 +74,8 @@ def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = Fals
 
 def head_forward_terms(spec: ModelSpec, *, tp: int = 1) -> tuple[FlopTerm, ...]:
     """Forward FLOPs of the output head for one token, on rank 0 of a tp axis. The look-up of tokens costs none."""
-    vocab = _held(spec, "vocab", spec.vocab_size, tp)
+    vocab = largest_part(spec, "vocab", spec.vocab_size, tp)
     return (FlopTerm("head", 2 * spec.hidden_size * vocab, NARAYANAN),)
-
-
-def _held(spec: ModelSpec, dim: str, size: int, tp: int) -> int:
-    return dim_range(spec, dim, size, tp, 0)[1]
 
 
 # --- one token of the whole model --------------------------------------------------------------------------

@@ -32,11 +32,6 @@ def total_parameters(spec: ModelSpec) -> int:
     return spec.num_parameters
 
 
-def active_parameters(spec: ModelSpec) -> int:
-    """Parameters that one token uses; N for a dense model."""
-    return spec.num_active_parameters
-
-
 def matmul_parameters(spec: ModelSpec) -> int:
     """N_mm: parameters that one token meets in a matrix product.
 
