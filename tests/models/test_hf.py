@@ -10,7 +10,7 @@ from meshwright.core.errors import CheckpointError, UnsupportedError
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.placement import Box, param_box
 from meshwright.models.build import build
-from meshwright.models.hf import HFCheckpoint, export, load, read_box
+from meshwright.models.hf import HFCheckpoint, export, load
 from tests.models.tiny import SPECS, random_model, random_tokens
 
 ALL = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -194,7 +194,7 @@ def test_a_missing_file_or_a_bad_index_is_named(tmp_path):
     for text in ("[]", "{", '{"weight_map": 3}'):
         (tmp_path / "out/model.safetensors.index.json").write_text(text)
         with pytest.raises(CheckpointError, match="not an index"):
-            read_box(tmp_path / "out", spec, spec.parameters()[0], Box((0, 0), (1, 1)))
+            HFCheckpoint(tmp_path / "out", spec)
 
 
 @pytest.mark.parametrize(

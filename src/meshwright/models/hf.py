@@ -134,20 +134,13 @@ class HFCheckpoint:
         return self._files[path]
 
 
-def read_box(folder: Path | str, spec: ModelSpec, param: ParamSpec, box: Box) -> torch.Tensor:
-    """One box of one parameter. For many, open an :class:`HFCheckpoint` once."""
-    with HFCheckpoint(folder, spec) as checkpoint:
-        return checkpoint.read(param, box)
-
-
 @torch.no_grad()
 def load(model: Decoder, folder: Path | str) -> None:
     """Fill a plain model that has storage, in place and in its own dtype. Raises CheckpointError."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with HFCheckpoint(folder, model.spec) as checkpoint:
         for param in model.spec.parameters():
-            whole = Box((0,) * len(param.shape), param.shape)
-            parameters[param.name].copy_(checkpoint.read(param, whole))
+            parameters[param.name].copy_(checkpoint.read(param, Box.whole(param.shape)))
 
 
 def export(
