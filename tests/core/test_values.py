@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.core.cluster import ClusterSpec
@@ -10,6 +12,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.sources import cluster_names, device_names, load_cluster, load_model, model_names
 from meshwright.core.strategy import Strategy
+from meshwright.core.values import parse_json, write_text
 
 
 def test_changed_copy_has_its_own_parameter_table() -> None:
@@ -44,3 +47,28 @@ def test_misspelt_and_wrong_keys_are_named() -> None:
         Job.from_toml("seq_length = 8\nglobal_batch_size = 0", "job.toml")
     with pytest.raises(InputError, match=r"job\.toml: not valid TOML"):
         Job.from_toml("seq_length = ", "job.toml")
+
+
+def test_json_says_what_is_wrong() -> None:
+    assert parse_json('{"a": 1}', "x") == {"a": 1}
+    for text, message in (("", "the file is empty"), ("{", "at line 1"), ("[1]", "object was expected, found list")):
+        with pytest.raises(InputError, match=rf"x\.json: .*{message}"):
+            parse_json(text, "x.json")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "half of it \udc80")
+    assert path.read_text() == "old"
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert [file.name for file in tmp_path.iterdir()] == ["x.toml"]
+
+
+def test_links_are_written_through(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "text"

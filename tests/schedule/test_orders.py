@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules  # noqa: TID251
 
 from meshwright.core.errors import InputError, ProgramError
 from meshwright.core.program import COMPUTE_KINDS, Action, Kind
-from meshwright.core.strategy import Strategy
-from meshwright.schedule import orders
+from meshwright.core.strategy import ScheduleName, Strategy
+from meshwright.schedule import closed_form, orders
 from meshwright.schedule.build import available_orders, build_program, forward_program, from_rows, program
 from meshwright.schedule.draw import text
 from meshwright.schedule.verify import verify
@@ -33,6 +34,10 @@ NAIVE_2_2 = """
 r0: F0 .  .  .  B0 B0 F1 .  .  .  B1 B1
 r1: .  F0 B0 B0 .  .  .  F1 B1 B1 .  .
 """
+
+
+def test_a_strategy_names_what_is_there() -> None:
+    assert set(get_args(ScheduleName)) == available_orders().keys() == closed_form.SCHEDULES
 
 
 def without_trailing_space(drawing: str) -> list[str]:

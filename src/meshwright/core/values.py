@@ -67,11 +67,21 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write all of a file or nothing: a reader, or a kill, never meets half of it."""
+    """Write all of a file or nothing: a reader, or a kill, never meets half of it.
+
+    What is no file of its own (a link, a pipe, `/dev/stdout`) is written through.
+    """
     path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_text(path: Path | str) -> str:

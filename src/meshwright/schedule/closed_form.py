@@ -34,6 +34,9 @@ _FORMS = {
     "1f1b": _Form(lambda p, m: m + p - 1, lambda p, m, rank: min(p - rank, m)),
 }
 
+SCHEDULES = _FORMS.keys()
+"""Schedules that have closed forms."""
+
 
 def makespan_s(name: str, num_stages: int, num_micro_batches: int, forward_s: float, backward_s: float) -> float:
     """Seconds of one step's table. `forward_s`, `backward_s`: one stage, one micro-batch."""
