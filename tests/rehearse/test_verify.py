@@ -1,0 +1,101 @@
+"""Verify: what is as forecast passes; each quantity of each rank that is not is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.core.axes import coordinates_of
+from meshwright.core.errors import InputError
+from meshwright.core.job import Job
+from meshwright.core.measures import Traffic, TrafficRow
+from meshwright.core.plan import Plan
+from meshwright.core.record import RankRecord
+from meshwright.core.sources import load_cluster
+from meshwright.core.strategy import Strategy
+from meshwright.cost.memory import memory
+from meshwright.cost.traffic import traffic
+from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble
+from tests.shapes import make_model
+
+
+@pytest.fixture
+def plan() -> Plan:
+    strategy = Strategy(dp=2, tp=2, pp=2, num_micro_batches=4)
+    job = Job(seq_length=16, global_batch_size=8)
+    return Plan(model=make_model(), cluster=load_cluster("local:8"), job=job, strategy=strategy)
+
+
+def as_forecast(plan: Plan) -> list[RankRecord]:
+    """What the ranks would have measured if the forecast were true."""
+    records = []
+    for rank in range(plan.strategy.world_size):
+        at = coordinates_of(rank, plan.strategy.sizes)
+        held, sent = memory(plan.model, plan.job, plan.strategy, at), traffic(plan.model, plan.job, plan.strategy, at)
+        records.append(RankRecord(rank, at, held, sent, step_time_s=1.0, pipeline_s=4.0, busy_s=3.0))
+    return records
+
+
+def with_row(record: RankRecord, key: tuple[str, str, str], **change: int) -> RankRecord:
+    rows = record.traffic.rows
+    return replace(record, traffic=Traffic({**rows, key: replace(rows.get(key, TrafficRow()), **change)}))
+
+
+def test_what_is_as_forecast_passes(plan: Plan) -> None:
+    assert differences(plan, as_forecast(plan)) == []
+
+
+def test_one_byte_more_on_one_rank_is_named(plan: Plan) -> None:
+    records = as_forecast(plan)
+    key = ("all_reduce", "dp", "gradients")
+    expected = records[3].traffic.rows[key].wire_bytes
+    records[3] = with_row(records[3], key, wire_bytes=expected + 1)
+    (found,) = differences(plan, records)
+    assert str(found) == f"rank 3: all_reduce dp gradients: {expected:,} bytes forecast, {expected + 1:,} measured"
+
+
+def test_as_many_bytes_in_more_calls_are_named(plan: Plan) -> None:
+    records = as_forecast(plan)
+    key = ("all_reduce", "tp", "forward")
+    calls = records[0].traffic.rows[key].calls
+    records[0] = with_row(records[0], key, calls=calls + 1)
+    (found,) = differences(plan, records)
+    assert (found.unit, found.forecast, found.measured) == ("calls", calls, calls + 1)
+
+
+def test_what_nobody_forecast_is_named(plan: Plan) -> None:
+    records = as_forecast(plan)
+    records[5] = with_row(records[5], ("broadcast", "dp", "other"), calls=1, payload_bytes=8, wire_bytes=8)
+    (found,) = differences(plan, records)
+    assert (found.rank, found.what, found.forecast, found.measured) == (5, "broadcast dp other", 0, 8)
+
+
+@pytest.mark.parametrize("category", ["parameters", "gradients", "optimizer", "buffers"])
+def test_states_must_agree_to_the_byte(plan: Plan, category: str) -> None:
+    records = as_forecast(plan)
+    field = f"{category}_bytes"
+    more = {field: getattr(records[1].memory, field) + 1}
+    records[1] = replace(records[1], memory=replace(records[1].memory, **more))
+    (found,) = differences(plan, records)
+    assert (found.rank, found.what) == (1, category)
+
+
+def test_activations_may_differ_by_their_bound(plan: Plan) -> None:
+    for share, count in ((ACTIVATION_TOLERANCE * 0.9, 0), (ACTIVATION_TOLERANCE * 1.1, 1)):
+        records = as_forecast(plan)
+        kept = round(records[7].memory.activations_bytes * (1 + share))
+        records[7] = replace(records[7], memory=replace(records[7].memory, activations_bytes=kept))
+        assert len(differences(plan, records)) == count
+
+
+def test_records_of_other_ranks_are_refused(plan: Plan) -> None:
+    with pytest.raises(InputError, match="ranks 0 to 7"):
+        differences(plan, as_forecast(plan)[:-1])
+
+
+def test_bubble_is_the_idle_share_of_one_pipeline(plan: Plan) -> None:
+    records = as_forecast(plan)
+    records[0] = replace(records[0], pipeline_s=5.0, busy_s=4.0)  # rank 4 is the other stage of its pipeline
+    assert measured_bubble(records) == pytest.approx(1 - (4.0 + 3.0) / (2 * 5.0))
+    assert measured_bubble([replace(record, pipeline_s=0.0) for record in records]) is None
