@@ -10,10 +10,10 @@ All contenders take turns, step by step, in one process group, on one thread per
     floor       forward, backward and fused AdamW of the plain model on all ranks at once, nothing sent, no clipping
 
 A step lasts until its slowest rank has done it. `ratio` is contender / ddp of the same turn: lower quartile, median,
-upper quartile. `cpu` is the ratio of medians of processor seconds, summed over ranks: steadier than time on a machine
-that others use too, blind to waiting. Memory is what one rank holds as parameters, gradients and optimizer state.
-The floor works on ddp's own tensors, so it costs no memory of its own. All get the same tokens; all tokens count.
-Where memory is too small for all contenders at once, each is measured alone beside ddp.
+upper quartile. `best` is the ratio of the fastest steps, `cpu` that of the medians of processor seconds, summed over
+ranks: both are steadier on a machine that others use too. Memory is what one rank holds as parameters, gradients and
+optimizer state. The floor works on ddp's own tensors, so it costs no memory of its own. All get the same tokens; all
+tokens count. Where memory is too small for all contenders at once, each is measured alone beside ddp.
 """
 
 from __future__ import annotations
@@ -292,6 +292,7 @@ def add_rows(table: Table, label: str, ranks: int, result: Result) -> None:
             f"{low:.3f}",
             f"{middle:.3f}",
             f"{high:.3f}",
+            f"{min(times) / min(base):.3f}",
             f"{statistics.median(result.cpu_seconds[name]) / statistics.median(result.cpu_seconds[BASE]):.3f}",
             "" if held is None else f"{held / 2**20:,.1f}",
         )
@@ -302,7 +303,7 @@ def new_table(clip: float | None) -> Table:
     """Empty, with its heads."""
     title = f"one training step, clipped at {clip:g}" if clip is not None else "one training step, no clipping"
     table = Table(title=title)
-    for head in ("size", "ranks", "step", "median ms", "ratio ¼", "ratio", "ratio ¾", "cpu", "MiB per rank"):
+    for head in ("size", "ranks", "step", "median ms", "ratio ¼", "ratio", "ratio ¾", "best", "cpu", "MiB per rank"):
         table.add_column(head, justify="left" if head in ("size", "step") else "right")
     return table
 
