@@ -1,10 +1,12 @@
 """The house: which room may import which, no cycles, no torch where plans are made, one door to the network."""
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
+from meshwright.core.axes import PP_ENDS, TP_KV
 from tests.house.source import Module, modules, modules_among
 
 LEVELS = {
@@ -91,5 +93,17 @@ def test_one_door_to_the_network() -> None:
         for module in modules()
         for name in module.imports()
         if name.startswith("torch.distributed") and not is_inside(module.name, NETWORK)
+    ]
+    assert not wrong
+
+
+def test_one_place_spells_the_names_of_sub_axes() -> None:
+    """The degrees `dp`, `tp`, `pp` are fields of a strategy too; the others are names of axes and nothing else."""
+    names = {TP_KV, PP_ENDS}
+    wrong = [
+        f"{module.name} spells `{node.value}`"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and node.value in names and module.name != "meshwright.core.axes"
     ]
     assert not wrong
