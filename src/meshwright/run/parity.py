@@ -31,13 +31,15 @@ from meshwright.train.optimizer import OptimizerOptions
 NUM_STEPS = 3
 ACTIVATION_TOLERANCE = 0.05
 """Activations are counted by what autograd keeps; all other categories must be equal to the byte."""
-LEARNING_RATE = {"sgd": 0.5, "adamw": 1e-2}
+LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-2}
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest difference, relative to the largest element of the reference."""
 SMALL = 1e-2
 """A tensor whose elements are all smaller than this share of the largest gradient is judged by that share:
 some gradients, like that of a key bias, are zero but for rounding."""
-EPSILON = 1e-4
+LATER_GRADIENTS = 10.0
+"""Gradients after the first step may differ by so many tolerances: rounding has moved the weights apart."""
+EPSILON = 1e-3
 """Of AdamW here: large enough that rounding in vanishing gradients isn't blown up to a full step."""
 
 StepBatches = list[list[MicroBatch]]
@@ -125,30 +127,30 @@ class Reference:
 
 def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0) -> Mismatch | None:
     """Run the plan's layout and the reference side by side. Collective; returns this rank's first mismatch."""
+    found: list[Mismatch] = []
     for kind, clip in (("sgd", None), ("adamw", 0.5)):
         options = OptimizerOptions(kind=kind, clip_norm=clip, eps=EPSILON)
         engine = Engine(build(plan.model), plan, mesh, options)
         engine.initialize(seed)
-        found = list(_compare_run(engine, Reference(plan, options, seed), seed))  # all steps, so that no rank waits
-        if found:
-            return found[0]
-    return None
+        found += _compare_run(engine, Reference(plan, options, seed), seed)  # to the end: no rank leaves others waiting
+    return found[0] if found else None
 
 
 def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mismatch]:
     plan, kind = engine.plan, reference.options.kind
+    tight = TOLERANCE[plan.strategy.precision]
     for step in range(NUM_STEPS):
-        at = f"{kind} step {step}"
+        at, loose = f"{kind} step {step}", tight * (LATER_GRADIENTS if step else 1.0)
         batches = make_batches(plan.job, plan, seed, step)
         with engine.parallel.census() as census:
             loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
         expected_loss = reference.gradients(batches)
-        yield from _compare_boxes(engine, _gradient_runs(engine), lambda p: p.grad, reference, f"gradient|{at}")
+        yield from _compare_boxes(engine, _gradient_runs(engine), lambda p: p.grad, reference, f"gradient|{at}", loose)
         stats = engine.update(loss, LEARNING_RATE[kind])
         expected_norm = reference.update()
         yield from _compare_number(engine, float(stats.loss), expected_loss, f"loss|{at}")
         yield from _compare_number(engine, float(stats.grad_norm), expected_norm, f"norm|{at}")
-        yield from _compare_boxes(engine, _weights(engine), lambda p: p.detach(), reference, f"weight|{at}")
+        yield from _compare_boxes(engine, _weights(engine), lambda p: p.detach(), reference, f"weight|{at}", tight)
         yield from _compare_traffic(engine, at)
         yield from _compare_memory(engine, census.peak_bytes, at)
 
@@ -173,6 +175,7 @@ def _compare_boxes(
     read: Callable[[torch.nn.Parameter], torch.Tensor],
     reference: Reference,
     label: str,
+    tolerance: float,
 ) -> Iterator[Mismatch]:
     what, at = label.split("|")
     parameters = reference.parameters()
@@ -183,7 +186,7 @@ def _compare_boxes(
         expected = whole[placement.box.slices].flatten()[run]
         scale = max(float(whole.abs().max()), SMALL * largest, 1e-30)
         error = float((ours[run] - expected).abs().max()) / scale if expected.numel() else 0.0
-        if not error <= TOLERANCE[engine.plan.strategy.precision]:
+        if not error <= tolerance:
             yield Mismatch(what, f"`{placement.name}` ({at})", error, _ratio(ours[run], expected))
 
 
