@@ -9,7 +9,7 @@ import pytest
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
-from meshwright.core.rules import RULES, check, nearest_legal, violations
+from meshwright.core.rules import RULES, all_degrees, check, nearest_legal, violations
 from meshwright.core.sources import Machine, load_model, local_cluster
 from meshwright.core.strategy import Strategy
 
@@ -87,3 +87,10 @@ def test_plan_file_round_trip(tmp_path: Any) -> None:
     plan = Plan(model=spec, cluster=cluster, job=job, strategy=strategy, why="it fits")
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
+
+
+def test_all_degrees_multiply_out() -> None:
+    found = [(d["dp"], d["tp"], d["pp"]) for d in all_degrees(12)]
+    assert sorted(found) == [
+        (d, t, 12 // d // t) for d in (1, 2, 3, 4, 6, 12) for t in range(1, 13) if 12 // d % t == 0
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
@@ -172,19 +173,19 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
+    """Every size of dp, tp and pp whose product is the number of devices."""
+    for tp in divisors(num_devices):
+        for pp in divisors(num_devices // tp):
+            yield {DP: num_devices // tp // pp, TP: tp, PP: pp}
+
+
 def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
-    world, batch = cluster.num_devices, job.global_batch_size
-    for tp in divisors(world):
-        for pp in divisors(world // tp):
-            dp = world // tp // pp
-            if batch % dp:
-                continue
-            for micro in divisors(batch // dp):
-                keep = strategy.layers_per_stage if pp == strategy.pp else None
-                change = {
-                    "dp": dp, "tp": tp, "pp": pp, "micro_batch_size": micro,
-                    "num_micro_batches": batch // dp // micro, "layers_per_stage": keep,
-                }  # fmt: skip
-                other = strategy.model_copy(update=change)
-                if not violations(other, model, cluster, job):
-                    yield other
+    for degrees in all_degrees(cluster.num_devices):
+        per_rank, rest = divmod(job.global_batch_size, degrees[DP])
+        keep = strategy.layers_per_stage if degrees[PP] == strategy.pp else None
+        for micro in divisors(per_rank) if rest == 0 else ():
+            batch = {"micro_batch_size": micro, "num_micro_batches": per_rank // micro}
+            other = strategy.model_copy(update={**degrees, **batch, "layers_per_stage": keep})
+            if not violations(other, model, cluster, job):
+                yield other

@@ -150,7 +150,7 @@ ADVICE_RULES = (
 
 def facts(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Facts:
     """Answers for a training job, by the byte recipe that the cluster would train with."""
-    alone = Strategy.model_validate({"precision": default_precision(cluster)})
+    alone = Strategy(precision=default_precision(cluster))
     at = dict.fromkeys(MESH_ORDER, 0)
     one = memory(model, job.model_copy(update={"global_batch_size": 1}), alone, at)
     usable = cluster.usable_memory_bytes

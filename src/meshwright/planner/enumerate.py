@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from meshwright.core.axes import DP, MESH_ORDER
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import Case, check, divisors, nearest_legal, violations
-from meshwright.core.strategy import Strategy
+from meshwright.core.rules import Case, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.strategy import Precision, Strategy
+from meshwright.planner.fix import in_words
 
 MAX_STAGE_EXCESS = 1.25
 """Layers of the longest stage over the mean, above which a pipeline is not offered unasked."""
@@ -72,7 +74,7 @@ def _balance(c: Case) -> str | None:
 ADVICE = (Advice("N4", ("tp",), _tp_in_node), Advice("pp-balance", ("pp", "layers_per_stage"), _balance))
 
 
-def default_precision(cluster: ClusterSpec) -> str:
+def default_precision(cluster: ClusterSpec) -> Precision:
     """bf16 on accelerators that have it (advice P1), fp32 elsewhere and on CPU ranks."""
     return "bf16" if cluster.backend != "gloo" and "bf16" in cluster.device.peak_flops_per_s else "fp32"
 
@@ -112,16 +114,14 @@ def _search(
 
 
 def _degrees(num_devices: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    for tp in divisors(num_devices):
-        for pp in divisors(num_devices // tp):
-            degrees = {"dp": num_devices // tp // pp, "tp": tp, "pp": pp}
-            if all(fix.get(axis, size) == size for axis, size in degrees.items()):
-                yield degrees
+    for degrees in all_degrees(num_devices):
+        if all(fix.get(axis, size) == size for axis, size in degrees.items()):
+            yield degrees
 
 
 def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Strategy:
     """One strategy at these degrees; if it breaks a rule, each of them does."""
-    per_rank = max(1, job.global_batch_size // degrees["dp"])
+    per_rank = max(1, job.global_batch_size // degrees[DP])
     size = fix.get("micro_batch_size") or max(1, per_rank // fix.get("num_micro_batches", per_rank))
     values = {
         **degrees,
@@ -166,7 +166,7 @@ def _nothing_legal(
         near = nearest_legal(tightest.strategy, model, cluster, job)
         hint = f"; nearest legal: {near.describe()}" if near else "; no split of this job over this cluster is legal"
         return RuleError(f"{_wish(fix)}: {tightest.reason}{hint}", tightest.rule)
-    degrees = {axis: fix.get(axis, 1) for axis in ("dp", "tp", "pp")}
+    degrees = {axis: fix.get(axis, 1) for axis in MESH_ORDER}
     try:
         check(_first_choice(degrees, job, cluster, fix), model, cluster, job)
     except RuleError as error:
@@ -175,5 +175,4 @@ def _nothing_legal(
 
 
 def _wish(fix: Mapping[str, Any]) -> str:
-    fixed = ", ".join(f"{name}={value}" for name, value in fix.items())
-    return f"nothing legal with {fixed}" if fixed else "no legal strategy"
+    return f"nothing legal with {in_words(fix)}" if fix else "no legal strategy"

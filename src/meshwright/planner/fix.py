@@ -35,6 +35,11 @@ def check_fix(fix: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _field_value(name, value) for name, value in fix.items()}
 
 
+def in_words(fix: Mapping[str, Any]) -> str:
+    """`dp=2, zero=1`."""
+    return ", ".join(f"{name}={value}" for name, value in fix.items())
+
+
 def _field_value(name: str, value: Any) -> Any:
     if name not in Strategy.model_fields:
         near = get_close_matches(name, FIELDS, n=1)

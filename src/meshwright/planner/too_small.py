@@ -11,6 +11,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.units import format_bytes
 from meshwright.planner.enumerate import strategies
+from meshwright.planner.fix import in_words
 from meshwright.planner.price import Forecast, Pricer
 
 MAX_GROWTH = 64
@@ -22,7 +23,7 @@ def nothing_fits(
 ) -> RuleError:
     """The error to raise, one line."""
     closest = min(priced, key=lambda f: f.memory.total_bytes)
-    fixed = f" with {', '.join(f'{name}={value}' for name, value in fix.items())}" if fix else ""
+    fixed = f" with {in_words(fix)}" if fix else ""
     held = closest.memory
     message = (
         f"`{model.name}` does not fit on `{cluster.name}`{fixed}: the closest, {closest.strategy.describe()}, "
