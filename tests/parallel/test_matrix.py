@@ -35,14 +35,15 @@ def parity_on_rank(rank: int, world: int, plans: Sequence[str]) -> list[str | No
 
 def assert_parity(ranks: Ranks, plans: Sequence[Plan]) -> None:
     """No rank of any plan sees a mismatch."""
-    seen = {}
+    seen = []
     for world, members in jobs(plans, PER_JOB):
         texts = [plan.to_toml() for plan in members]
         by_rank = ranks(parity_on_rank, world, texts, timeout_s=SECONDS_PER_CASE * len(texts))
         for plan, found in zip(members, zip(*by_rank, strict=True), strict=True):
-            if any(found):
-                seen[f"{plan.model.name} {plan.strategy!r}"] = {r: text for r, text in enumerate(found) if text}
-    assert seen == {}
+            for rank, text in enumerate(found):
+                if text is not None:
+                    seen.append(f"{plan.model.name} {plan.strategy!r} rank {rank}: {text}")
+    assert not seen, "\n".join(seen)
 
 
 @pytest.fixture(scope="module")

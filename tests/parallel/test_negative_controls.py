@@ -15,6 +15,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
 from meshwright.parallel.apply import ParallelModel
+from meshwright.parallel.states import FlatStates
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import Mismatch, find_mismatch
 from meshwright.train.optimizer import FlatOptimizer, Shard
@@ -186,3 +187,18 @@ def test_the_same_layouts_pass_as_they_are(ranks: Callable[..., list[Mismatch | 
     for plan in dict.fromkeys(control.plan.to_toml() for control in CONTROLS.values()):
         world = Plan.from_toml(plan).strategy.world_size
         assert ranks(mismatch_on_rank, world, None, plan, timeout_s=120) == [None] * world
+
+
+def seen_by_one(rank: int, world: int, plan: str) -> Mismatch | None:
+    """What parity says where only rank 1 holds a byte too many."""
+    parsed = Plan.from_toml(plan)
+    with pytest.MonkeyPatch.context() as patch:
+        right = FlatStates.parameter_bytes.fget
+        patch.setattr(FlatStates, "parameter_bytes", property(lambda self: right(self) + rank))
+        return find_mismatch(parsed, make_mesh(parsed))
+
+
+def test_a_mismatch_of_one_rank_leaves_no_other_waiting(ranks: Callable[..., list[Mismatch | None]]) -> None:
+    first, second = ranks(seen_by_one, 2, make_plan(LLAMA, pp=2).to_toml(), timeout_s=60)
+    assert first is None
+    assert (second.what, second.where.split()[0]) == ("memory", "parameters_bytes")

@@ -48,6 +48,10 @@ class ParallelModel:
         spec: its shape.
         strategy: how it is split; legal for the model.
         mesh: this rank's mesh, with the strategy's sizes.
+
+    Raises:
+        UnsupportedError: a precision that is for forecasts only, or a frozen parameter.
+        InputError: the model does not fit its spec.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> None:
@@ -55,6 +59,7 @@ class ParallelModel:
             raise UnsupportedError(
                 f"precision `{strategy.precision}` is for forecasts only; train with bf16 or bf16-16"
             )
+        _refuse_frozen(model)
         self.spec = spec
         self.strategy = strategy
         self.mesh = mesh
@@ -155,6 +160,12 @@ class ParallelModel:
         """Start a new step."""
         self.states.zero_gradients()
         self._pending_reduction = False
+
+
+def _refuse_frozen(model: nn.Module) -> None:
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise UnsupportedError(f"parameter `{frozen[0]}` is frozen; training a part of a model is not there yet")
 
 
 def _is_meta(model: nn.Module) -> bool:
