@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.comm import mesh
 from meshwright.run.command import run_command
 from tests.end_to_end import shell
 from tests.end_to_end.shell import OURS, Result
@@ -47,10 +47,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """`cli("verify", run)`: a command in this process, for those that start no ranks."""
-    import os
-
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
 
@@ -60,5 +58,4 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
 
-    yield call
-    mesh.stop()
+    return call

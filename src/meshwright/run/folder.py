@@ -11,13 +11,12 @@ RUN/logs/                        output of the ranks
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
-from meshwright.core.values import read_text
+from meshwright.core.values import read_text, write_text
 from meshwright.run.options import TrainOptions
 
 
@@ -59,8 +58,8 @@ class RunFolder:
     def write(self, plan: Plan, options: TrainOptions) -> None:
         """Write options, then plan; each whole or not at all, since other ranks may be reading."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.options_path, options.to_toml())
-        _replace(self.plan_path, plan.to_toml())
+        write_text(self.options_path, options.to_toml())
+        write_text(self.plan_path, plan.to_toml())
 
     def plan(self) -> Plan:
         """The run's plan. Raises InputError."""
@@ -71,9 +70,3 @@ class RunFolder:
     def options(self) -> TrainOptions:
         """The run's options. Raises InputError."""
         return TrainOptions.from_toml(read_text(self.options_path), str(self.options_path))
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

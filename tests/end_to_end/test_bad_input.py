@@ -1,0 +1,189 @@
+"""Every mistake of a user is one clear line and a status that isn't 0, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.plan import Plan
+from tests.end_to_end.conftest import Trained
+from tests.end_to_end.shell import Result
+from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model, write_config
+
+Cli = Callable[..., Result]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A user's folder, with files to make mistakes with."""
+
+    folder: Path
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def plan(self, **strategy: int) -> Path:
+        path = self.folder / "plan.toml"
+        make_plan(tiny_model(self.folder), **strategy).save(path)
+        return path
+
+    def files(self) -> dict[str, bytes | None]:
+        return {str(p.relative_to(self.folder)): p.read_bytes() if p.is_file() else None
+                for p in self.folder.rglob("*")}  # fmt: skip
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+@pytest.fixture
+def refused(desk: Desk, cli: Cli) -> Callable[..., str]:
+    """`refused(*argv)`: the one line of a command that must fail and leave the desk as it was."""
+
+    def call(*argv: object) -> str:
+        before = desk.files()
+        done = cli(*argv)
+        assert done.status in (1, 2)
+        assert done.err.count("\n") == 1, done.err
+        assert done.err.startswith("meshwright: error: ")
+        assert desk.files() == before
+        return done.err
+
+    return call
+
+
+Refused = Callable[..., str]
+
+
+def test_plans_that_cannot_be_read(desk: Desk, refused: Refused) -> None:
+    plan = desk.plan()
+    text, out = plan.read_text(), desk.folder / "run"
+    broken = desk.write("broken.toml", text[: len(text) // 2 + 3])
+    headless = desk.write("headless.toml", text[: text.index("[strategy]")])
+    misspelt = desk.write("misspelt.toml", text + "tpp = 2\n")
+    assert "nothing.toml: no such file" in refused("train", desk.folder / "nothing.toml", "--stdlib", "--out", out)
+    assert f"{broken}: not valid TOML" in refused("train", broken, "--stdlib", "--out", out)
+    assert f"{headless}: `strategy`: Field required" in refused("show", headless)
+    assert f"{misspelt}: `strategy.tpp`: Extra inputs are not permitted" in refused("parity", misspelt)
+    assert "is a folder" in refused("show", desk.folder)
+
+
+def test_a_degree_that_does_not_divide(desk: Desk, refused: Refused) -> None:
+    plan = desk.plan(tp=2)
+    text = plan.read_text().replace("\ntp = 2", "\ntp = 8").replace("devices_per_node = 2", "devices_per_node = 8")
+    line = refused("train", desk.write("eight.toml", text), "--stdlib", "--out", desk.folder / "run")
+    assert "tp=8 does not divide the heads 4 (rule `tp-heads`" in line
+    assert "because a head is computed whole on one rank" in line
+    assert "nearest legal: D" in line
+    line = refused("plan", write_config(desk.folder), "local:3", "--seq", 32, "--batch", 8, "--fix", "tp=3")
+    assert "tp=3 does not divide the heads 4 (rule `tp-heads`" in line
+
+
+def test_texts_that_cannot_be_trained_on(desk: Desk, refused: Refused) -> None:
+    plan, out = desk.plan(), desk.folder / "deep" / "run"
+    (desk.folder / "empty").mkdir()
+    rows = desk.write("rows.jsonl", '{"words": "no text"}\n')
+    short = desk.write("short.txt", "too short\n")
+    binary = desk.folder / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00\x80" * 100)
+
+    def train(text: Path) -> str:
+        return refused("train", plan, "--text", text, "--out", out)
+
+    assert f"{desk.folder / 'gone.txt'}: no such file or folder" in train(desk.folder / "gone.txt")
+    assert "no files of text" in train(desk.folder / "empty")
+    assert f'{rows}: no field "text"; it has words' in train(rows)
+    assert "the text is too short: " in train(short)
+    assert "8 sequences of 32 for training need 257" in train(short)
+    assert f"{binary}: not a text file" in train(binary)
+    assert "either --text PATH or --stdlib" in refused("train", plan, "--out", out)
+    assert "either --text PATH or --stdlib" in refused("train", plan, "--out", out, "--stdlib", "--text", short)
+
+
+def test_options_that_contradict(desk: Desk, refused: Refused) -> None:
+    plan, out = desk.plan(), desk.folder / "run"
+    assert "5 warm-up steps leave none of the 3" in refused(
+        "train", plan, "--stdlib", "--steps", 3, "--warmup-steps", 5, "--out", out
+    )
+    assert "`steps`: Input should be greater than 0" in refused("train", plan, "--stdlib", "--steps", 0, "--out", out)
+    assert "No such option: --nonsense" in refused("train", plan, "--stdlib", "--out", out, "--nonsense")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(desk: Desk, refused: Refused, trained: Trained) -> None:
+    tokenizer = json.loads((trained.run / "data" / "tokenizer.json").read_text())
+    extra = [{"id": 300 + i, "content": f"<extra-{i}>", "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for i in range(5)]  # fmt: skip
+    tokenizer["added_tokens"] += extra
+    path = desk.write("tokenizer.json", json.dumps(tokenizer))
+    line = refused("train", desk.plan(), "--stdlib", "--tokenizer", path, "--out", desk.folder / "run")
+    assert "the tokenizer has 305 entries" in line
+    assert "only 300" in line
+
+
+def test_weights_that_are_not_there(desk: Desk, refused: Refused) -> None:
+    folder = desk.folder / "weights"
+    folder.mkdir()
+    line = refused("train", desk.plan(), "--stdlib", "--pretrained", folder, "--out", desk.folder / "run")
+    assert f"{folder}: neither `model.safetensors`" in line
+
+
+def test_models_that_cannot_be_run(desk: Desk, refused: Refused, cli: Cli) -> None:
+    strange = write_config(desk.folder, model_type="mamba")
+    assert "mamba" in refused("plan", strange, "local:2")
+    plan = desk.folder / "mixtral.toml"
+    assert cli("plan", "mixtral-8x7b", "2x8xh100", "--batch", 64, "-o", plan).status == 0
+    assert "mixture of experts (8 experts)" in refused("train", plan, "--stdlib", "--out", desk.folder / "run")
+    assert "mixture of experts (8 experts)" in refused("parity", plan)
+
+
+def test_plans_that_cannot_be_made(desk: Desk, refused: Refused) -> None:
+    config = write_config(desk.folder)
+    assert "has 0 devices" in refused("plan", config, "local:0")
+    assert "has 0 devices" in refused("plan", config, "0x8xh100")
+    assert "--fix nonsense: write FIELD=VALUE" in refused("plan", config, "local:2", "--fix", "nonsense")
+    assert "dq" in refused("plan", config, "local:2", "--fix", "dq=2")
+    assert "no model `gpt-17`" in refused("plan", "gpt-17", "local:2")
+    desk.write("config.json", "{")
+    assert "not valid JSON" in refused("plan", config, "local:2")
+
+
+def test_paths_that_cannot_be_written(desk: Desk, refused: Refused) -> None:
+    file, plan = desk.write("file", ""), desk.plan()
+    assert "Not a directory" in refused(
+        "train", plan, "--stdlib", "--max-text-bytes", TEXT_BYTES, "--out", file / "run"
+    )
+    assert "Not a directory" in refused("demo", "--out", file / "run")
+    assert "Not a directory" in refused("plan", desk.folder / "config.json", "local:1", "--batch", 8, "--seq", 32,
+                                        "-o", file / "plan.toml").replace("cannot be written: ", "")  # fmt: skip
+
+
+def test_folders_that_are_no_run(desk: Desk, refused: Refused) -> None:
+    for folder in (desk.folder, desk.folder / "gone"):
+        assert f"{folder}: not a run" in refused("verify", folder)
+        assert f"{folder}: not a run" in refused("generate", folder, "--prompt", "x")
+        assert f"{folder}: not a run" in refused("export", folder, "--to", desk.folder / "to")
+    assert "not a run" in refused("train", desk.plan(), "--out", desk.folder / "gone", "--resume")
+
+
+def test_a_run_without_measurements(desk: Desk, refused: Refused) -> None:
+    run = desk.folder / "run"
+    run.mkdir()
+    Plan.load(desk.plan()).save(run / "plan.toml")
+    assert "no measurements" in refused("verify", run)
+    (run / "measured").mkdir()
+    (run / "measured" / "rank-0.json").write_text("{")
+    assert "not a record of a run" in refused("verify", run)
+    assert "checkpoint" in refused("export", run, "--to", desk.folder / "to")
+
+
+def test_mistakes_with_a_finished_run(trained: Trained, desk: Desk, refused: Refused) -> None:
+    assert "the prompt is empty" in refused("generate", trained.run, "--prompt", "")
+    assert "not an empty folder" in refused("export", trained.run, "--to", trained.run / "data")
+    assert "holds a run already; add --resume" in refused("train", trained.plan, "--stdlib", "--out", trained.run)

@@ -1,0 +1,101 @@
+"""Ranks that die while they train: all end, one line says who and why, and the run can go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import latest
+from meshwright.run.folder import RunFolder
+from meshwright.train.metrics import read_metrics
+from tests.end_to_end import shell
+from tests.end_to_end.shell import MESHWRIGHT, kill_all, num_lines, ranks_of, started, wait_for
+from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model
+
+END_S = 60.0
+"""All ranks have ended within a minute."""
+RAISE = """
+import os
+if os.environ.get("RANK") == "1":
+    from meshwright.run.training import Training
+    step = Training._step
+    def fail(self, number, **more):
+        if number == 2:
+            raise ValueError("the disk has a hole")
+        return step(self, number, **more)
+    Training._step = fail
+"""
+
+
+def command(folder: Path, steps: int, *more: str, **strategy: int) -> list[str]:
+    """`meshwright train` of a plan and a run in `folder`."""
+    plan = folder / "plan.toml"
+    if not plan.exists():
+        make_plan(tiny_model(folder), **(strategy or {"dp": 2, "zero": 1})).save(plan)
+    text = () if "--resume" in more else ("--stdlib", "--max-text-bytes", str(TEXT_BYTES))
+    return [*MESHWRIGHT, "train", str(plan), *text, "--steps", str(steps), "--out", str(folder / "run"), *more]
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    with started(command(tmp_path, 100_000, dp=2, tp=2)) as process:
+        wait_for(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 2, process)
+        ranks = ranks_of(process.pid)
+        assert sorted(ranks) == [0, 1, 2, 3]
+        os.kill(ranks[2], signal.SIGKILL)
+        began_s = time.monotonic()
+        done = shell.finish(process)
+        assert time.monotonic() - began_s < END_S
+        assert not ranks_of(process.pid)
+    assert done.status == 1
+    (line,) = done.errors
+    assert "rank 2 was killed by signal 9 (SIGKILL" in line
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(RAISE)
+    with started(command(tmp_path, 100_000), {"PYTHONPATH": str(tmp_path)}) as process:
+        done = shell.finish(process)
+        assert not ranks_of(process.pid)
+    assert done.status == 1
+    (line,) = done.errors
+    assert "rank 1: ValueError: the disk has a hole; log: " in line
+    assert "Traceback" in Path(line.split("log: ")[1]).read_text()
+    assert "Traceback" not in done.err
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    with started(command(tmp_path, 100_000)) as process:
+        wait_for(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 2, process)
+        os.killpg(process.pid, signal.SIGINT)
+        done = shell.finish(process, END_S)
+        assert not ranks_of(process.pid)
+    assert done.status == 130
+    assert done.err == ""
+
+
+@pytest.mark.slow
+def test_killed_while_saving(tmp_path: Path) -> None:
+    """Every step saves, so that most moments are in the middle of a save."""
+    run, moment = RunFolder(tmp_path / "run"), random.Random(7)
+    resume: tuple[str, ...] = ()
+    for _ in range(3):
+        before = latest(run.checkpoints) or 0
+        with started(command(tmp_path, 1000, "--save-every", "1", *resume)) as process:
+            wait_for(lambda before=before: (latest(run.checkpoints) or 0) > before + 1, process)
+            time.sleep(moment.random() / 4)
+            kill_all(process.pid)
+        resume = ("--resume",)
+    last = latest(run.checkpoints)
+    assert last
+    done = shell.run(command(tmp_path, last + 2, "--save-every", "1", "--resume"))
+    assert done.status == 0, done.err
+    assert [row.step for row in read_metrics(run.path)] == list(range(last + 2))
+    assert latest(run.checkpoints) == last + 2
+    assert {path.suffix for path in run.checkpoints.iterdir()} == {""}
