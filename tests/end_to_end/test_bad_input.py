@@ -70,7 +70,7 @@ def test_plans_that_cannot_be_read(desk: Desk, refused: Refused) -> None:
     misspelt = desk.write("misspelt.toml", text + "tpp = 2\n")
     assert "nothing.toml: no such file" in refused("train", desk.folder / "nothing.toml", "--stdlib", "--out", out)
     assert f"{broken}: not valid TOML" in refused("train", broken, "--stdlib", "--out", out)
-    assert f"{headless}: `strategy`: Field required" in refused("show", headless)
+    assert f"{headless}: `strategy`: Field required\n" in refused("show", headless)
     assert f"{misspelt}: `strategy.tpp`: Extra inputs are not permitted" in refused("parity", misspelt)
     assert "is a folder" in refused("show", desk.folder)
 

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.verify import print_verification
-from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.run.folder import RunFolder
 
@@ -76,10 +75,10 @@ def _show_timetable(plan: Plan) -> None:
 
 
 def _meshwright(*argv: str) -> None:
-    """Run another command as a user would. Raises MeshwrightError where it fails; it has said why."""
+    """Run another command as a user would. Ends with its status where it fails; it has said why."""
     status = subprocess.run([sys.executable, "-m", "meshwright.cli.main", *argv], check=False).returncode
     if status:
-        raise MeshwrightError(f"`meshwright {argv[0]}` ended with status {status}")
+        raise typer.Exit(status)
 
 
 def _free(path: Path) -> Path:

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.core.errors import InputError
 
+MAX_SHOWN_CHARS = 80
+"""Of a wrong value, in the line that refuses it."""
+
 
 class Value(BaseModel):
     """A frozen value. Unknown keys are refused, so that a misspelt option is never ignored."""
@@ -34,7 +37,8 @@ class Value(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or cls.__name__
-            raise InputError(f"{where}: `{key}`: {first['msg']} (got {first.get('input')!r})") from None
+            found = "" if first["type"] == "missing" else f" (got {_shortened(repr(first.get('input')))})"
+            raise InputError(f"{where}: `{key}`: {first['msg']}{found}") from None
 
     def to_toml(self) -> str:
         """TOML text. Fields that are None are left out."""
@@ -44,6 +48,10 @@ class Value(BaseModel):
     def from_toml(cls, text: str, where: str = "toml") -> Self:
         """Inverse of :meth:`to_toml`. Raises InputError."""
         return cls.parse(parse_toml(text, where), where)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

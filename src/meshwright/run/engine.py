@@ -15,6 +15,7 @@ from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh, start
 from meshwright.core.axes import DP
+from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.placement import kv_replicas
 from meshwright.core.plan import Plan
@@ -85,8 +86,14 @@ class Engine:
         return self.update(self.forward_backward(micro_batches), learning_rate)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]]) -> float:
-        """Mean loss per counted token over all rounds, without gradients; every rank returns it."""
+        """Mean loss per counted token over all rounds, without gradients; every rank returns it.
+
+        Raises:
+            InputError: no round at all.
+        """
         sums = [self.parallel.evaluate(micro_batches) for micro_batches in rounds]
+        if not sums:
+            raise InputError("evaluate was given no micro-batches; give at least one round")
         self.mesh.ledger.take()
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
 

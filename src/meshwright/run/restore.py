@@ -20,7 +20,7 @@ def restore_plain(run: RunFolder) -> Decoder:
     model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
     parameters = dict(model.named_parameters())
     pieces = [
-        Piece(f"parameters/{p.name}", p.shape, Box((0,) * len(p.shape), p.shape), parameters[p.name].detach())
+        Piece(f"parameters/{p.name}", p.shape, Box.whole(p.shape), parameters[p.name].detach())
         for p in plan.model.parameters()
     ]
     load(run.checkpoints, pieces)
