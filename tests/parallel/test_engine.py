@@ -105,11 +105,14 @@ class _Skipped(nn.Module):
         return x
 
 
-def with_unused_layer(rank: int, world: int, plan: str) -> tuple[Boxes, list[tuple[float, float]]]:
-    """Gradients where layer 1 is passed over, then two whole steps."""
+def with_unused_layer(
+    rank: int, world: int, plan: str, on_ranks: tuple[int, ...]
+) -> tuple[Boxes, list[tuple[float, float]]]:
+    """Gradients where these ranks pass layer 1 over, then two whole steps."""
     parsed = Plan.from_toml(plan)
     model = build(parsed.model)
-    model.layers["1"] = _Skipped(model.layers["1"])
+    if rank in on_ranks:
+        model.layers["1"] = _Skipped(model.layers["1"])
     engine = parallelize(model, parsed, mesh=make_mesh(parsed), options=ADAMW, seed=SEED)
     data = dataset(parsed)
     engine.forward_backward(own_batches(engine, data, 0))
@@ -118,18 +121,22 @@ def with_unused_layer(rank: int, world: int, plan: str) -> tuple[Boxes, list[tup
     return found, train(engine, data, range(2))
 
 
-@pytest.mark.parametrize("split", [{"dp": 2, "zero": 1}, {"dp": 2, "pp": 2}, {"tp": 2}, {"pp": 3}], ids=str)
+@pytest.mark.parametrize("split", [{"dp": 2}, {"dp": 2, "pp": 2}, {"tp": 2}, {"pp": 3}], ids=str)
 def test_unused_parameters_have_no_gradient_and_nobody_waits(ranks, split):
     """Clipping included; with pp=3 a whole stage has nothing to train."""
-    model = llama(num_layers=3)
-    for _, results in layouts_of(ranks, with_unused_layer, [run_plan(model, batch=4, bucket_bytes=1, **split)]):
-        whole = assembled([boxes for boxes, _ in results]) if "zero" not in split else dict(_named(results[0][0]))
-        assert all((whole[name] != 0).any() == (".1." not in name) for name in whole), whole.keys()
+    plan = run_plan(llama(num_layers=3), batch=4, bucket_bytes=1, **split)
+    for _, results in layouts_of(ranks, with_unused_layer, [plan], tuple(range(8))):
+        whole = assembled([boxes for boxes, _ in results])
+        assert {name for name in whole if not (whole[name] != 0).any()} == {n for n in whole if ".1." in n}
         assert all(steps == results[0][1] for _, steps in results)
 
 
-def _named(boxes: Boxes) -> list[tuple[str, torch.Tensor]]:
-    return [(name, values) for name, _, _, values in boxes]
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("bucket_bytes", [1, 10**9])
+def test_a_layer_that_one_rank_passes_over_keeps_ranks_together(ranks, zero, bucket_bytes):
+    plan = run_plan(llama(num_layers=3), batch=4, dp=2, zero=zero, bucket_bytes=bucket_bytes)
+    (_, first), (_, second) = ranks(with_unused_layer, 2, plan.to_toml(), (1,))
+    assert first == second
 
 
 def test_a_frozen_parameter_is_refused_rather_than_trained():
