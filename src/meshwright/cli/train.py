@@ -38,7 +38,7 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Train a plan: starts its own ranks, or takes its place among those of torchrun or Slurm."""
-    if not resume and (text is None) != stdlib:
+    if (stdlib and text is not None) or not (stdlib or text is not None or resume):
         raise InputError("say what to train on: either --text PATH or --stdlib")
     given = {
         "text": text, "steps": steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps,
@@ -52,7 +52,7 @@ def train_command(
         run.plan()
         old = run.options().model_dump()
     if stdlib:
-        changed["text"] = text
+        changed["text"] = None
     train(Plan.load(plan), TrainOptions.parse({**old, **changed}, "options"), run, resume=resume)
 
 
@@ -63,10 +63,9 @@ def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) ->
         MeshwrightError: before anything is started, what :func:`meshwright.run.set_up.set_up` refuses.
         RankError: a rank failed.
     """
-    from meshwright.checkpoint import latest
     from meshwright.run.set_up import set_up
 
-    done = (latest(run.checkpoints) or 0) if resume else 0
+    done = _steps_done(run) if resume else 0
     if done >= options.steps:
         if speaks_for_all(detect(os.environ)):
             typer.echo(f"{run.path}: nothing left to do: {done} of {options.steps} steps; to go on, give more --steps")
@@ -84,6 +83,13 @@ def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) ->
     Training(plan, options, run).run(resume=resume)
     if world.rank == 0:
         _show(run)
+
+
+def _steps_done(run: RunFolder) -> int:
+    """By the newest checkpoint."""
+    from meshwright.checkpoint import latest
+
+    return latest(run.checkpoints) or 0
 
 
 def _show(run: RunFolder) -> None:
