@@ -113,6 +113,24 @@ def test_a_new_sequence_length_keeps_what_was_accumulated(ranks, split):
         assert_close(assembled(results), {name: short[name] + long[name] for name in short})
 
 
+def token_weighted(rank: int, world: int, plan: str) -> Boxes:
+    engine = make_engine(plan)
+    first, second = (counted_batches(engine.plan.model, counts, 8) for counts in ((1, 2), (7, 8)))
+    num_tokens = engine.count_tokens([*first, *second])
+    engine.forward_backward(first, num_tokens=num_tokens, reduce=False)
+    engine.forward_backward(second, num_tokens=num_tokens)
+    return gradients(engine)
+
+
+@pytest.mark.parametrize("split", [{"pp": 2}, {"dp": 2, "zero": 0}], ids=str)
+def test_a_step_of_several_calls_is_the_mean_over_all_its_tokens(ranks, split):
+    """Not the mean of the calls' means."""
+    batches = [*counted_batches(MODEL, (1, 2), 8), *counted_batches(MODEL, (7, 8), 8)]
+    _, expected = plain_gradients(MODEL, batches)
+    for _, results in layouts_of(ranks, token_weighted, [make_plan(MODEL, num_micro_batches=2, **split)]):
+        assert_close(assembled(results), expected)
+
+
 def through_entry_points(rank: int, world: int, plan: str) -> dict[str, float]:
     """The loss of one batch, through everything that gives a loss. No step changes a weight."""
     engine = make_engine(plan)

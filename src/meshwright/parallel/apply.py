@@ -81,23 +81,38 @@ class ParallelModel:
         self._pending_reduction = False
         self._rows: dict[tuple[str, int, bool], tuple[Action, ...]] = {}
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, reduce: bool = True) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses) / (counted tokens of all ranks) of these micro-batches.
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        num_tokens: torch.Tensor | None = None,
+        reduce: bool = True,
+    ) -> torch.Tensor:
+        """Accumulate the gradient of (sum of token losses of these micro-batches) / `num_tokens`.
+
+        One call per step needs neither option. A step of several calls counts its tokens first, so that it is the mean
+        over all of them and not a mean of means:
+
+            num_tokens = model.count_tokens([*first, *second])
+            loss = model.forward_backward(first, num_tokens=num_tokens, reduce=False)
+            loss += model.forward_backward(second, num_tokens=num_tokens)
 
         Args:
             micro_batches: this dp rank's (tokens [b, s], labels [b, s]); the same on all its tp and pp ranks.
+            num_tokens: counted tokens of the whole step over all ranks; None: those of this call.
             reduce: sum the accumulated gradients over the ranks at the end; False on all but the last
                 call of a step.
 
         Returns:
-            the sum of losses over this rank's tokens (float64; non-zero on the last stage) divided by the tokens.
+            the sum of losses over this rank's tokens (float64; non-zero on the last stage) divided by `num_tokens`.
         """
         if self._pending_reduction:
             raise InputError(
                 "gradients were already reduced; call the optimizer's step before the next forward_backward"
             )
         row = self._row((self.strategy.schedule, len(micro_batches), reduce))
-        scale = 1.0 / self.count_tokens(micro_batches).clamp(min=1)
+        counted = self.count_tokens(micro_batches) if num_tokens is None else num_tokens
+        scale = 1.0 / counted.clamp(min=1)
         loss = self.runner.run(row, micro_batches, scale)
         self._pending_reduction = reduce
         return loss * scale

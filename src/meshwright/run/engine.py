@@ -63,9 +63,19 @@ class Engine:
             self.parallel.states.fill(lambda at: checkpoint.read(params[at.name], at.box))
         self.optimizer.sync_master()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], *, reduce: bool = True) -> torch.Tensor:
+    def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Counted tokens of these micro-batches over all dp ranks."""
+        return self.parallel.count_tokens(micro_batches)
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        num_tokens: torch.Tensor | None = None,
+        reduce: bool = True,
+    ) -> torch.Tensor:
         """See :meth:`ParallelModel.forward_backward`."""
-        return self.parallel.forward_backward(micro_batches, reduce=reduce)
+        return self.parallel.forward_backward(micro_batches, num_tokens=num_tokens, reduce=reduce)
 
     def update(self, loss: torch.Tensor, learning_rate: float) -> StepStats:
         """Norm, clip, optimizer step, parameters gathered, gradients cleared.
