@@ -16,7 +16,7 @@ from meshwright.run.engine import make_mesh
 from meshwright.run.parity import find_mismatch
 from tests.parallel.cases import FACTORS, MAX_RANKS, Case, covering, jobs, legal_cases, pairs_of, plan_of
 
-SAMPLE_SIZE = 80
+SAMPLE_SIZE = 50
 PER_JOB = 6
 SECONDS_PER_CASE = 60.0
 """Until a case is given up as hanging: a multiple of what it takes on a busy machine."""
