@@ -19,11 +19,11 @@ class RankRecord:
     coordinates: dict[str, int]
     memory: MemoryBreakdown
     traffic: Traffic
-    step_time_s: float
+    step_time_s: float = 0.0
     """Median over the run's steps, the first ones left out."""
-    pipeline_s: float
+    pipeline_s: float = 0.0
     """Wall time of the pipeline table in the measured step."""
-    busy_s: float
+    busy_s: float = 0.0
     """Of which in forwards and backwards."""
 
     def save(self, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.core.axes import DP, TP
 from meshwright.core.errors import InputError
@@ -26,7 +27,9 @@ class Difference:
     """One quantity of one rank that is not as forecast."""
 
     rank: int
+    witness: Literal["traffic", "memory"]
     what: str
+    """Primitive, axis and phase, or the category of memory."""
     forecast: int
     measured: int
     unit: str
@@ -45,7 +48,12 @@ def differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
     found = sorted(record.rank for record in records)
     if found != list(range(plan.strategy.world_size)):
         raise InputError(f"records of ranks {found}, but the plan has ranks 0 to {plan.strategy.world_size - 1}")
-    return [d for record in records for d in (*_traffic(plan, record), *_memory(plan, record))]
+    return [difference for record in records for difference in rank_differences(plan, record)]
+
+
+def rank_differences(plan: Plan, record: RankRecord) -> list[Difference]:
+    """Everything that is not as forecast on one rank."""
+    return [*_traffic(plan, record), *_memory(plan, record)]
 
 
 def _traffic(plan: Plan, record: RankRecord) -> Iterator[Difference]:
@@ -56,7 +64,7 @@ def _traffic(plan: Plan, record: RankRecord) -> Iterator[Difference]:
         if rows[0] != rows[1]:
             unit = "bytes" if rows[0].wire_bytes != rows[1].wire_bytes else "calls"
             pair = [row.wire_bytes if unit == "bytes" else row.calls for row in rows]
-            yield Difference(record.rank, " ".join(key), *pair, unit)
+            yield Difference(record.rank, "traffic", " ".join(key), *pair, unit)
 
 
 def _memory(plan: Plan, record: RankRecord) -> Iterator[Difference]:
@@ -64,7 +72,8 @@ def _memory(plan: Plan, record: RankRecord) -> Iterator[Difference]:
     for category, measured in record.memory.to_dict().items():
         allowed = ACTIVATION_TOLERANCE * expected[category] if category == "activations_bytes" else 0
         if abs(measured - expected[category]) > allowed:
-            yield Difference(record.rank, category.removesuffix("_bytes"), expected[category], measured, "bytes")
+            name = category.removesuffix("_bytes")
+            yield Difference(record.rank, "memory", name, expected[category], measured, "bytes")
 
 
 def measured_bubble(records: Iterable[RankRecord]) -> float | None:

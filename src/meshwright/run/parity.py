@@ -14,31 +14,30 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import DP, coordinates_of
+from meshwright.core.axes import DP
 from meshwright.core.job import Job
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
-from meshwright.cost.memory import memory
-from meshwright.cost.traffic import traffic
+from meshwright.core.record import RankRecord
 from meshwright.models import init
 from meshwright.models.build import build
 from meshwright.parallel.loss import IGNORE
 from meshwright.parallel.pipeline import MicroBatch
 from meshwright.parallel.states import DTYPES
+from meshwright.rehearse.verify import rank_differences
 from meshwright.run.engine import Engine
 from meshwright.train.optimizer import OptimizerOptions
 
 NUM_STEPS = 3
-ACTIVATION_TOLERANCE = 0.05
-"""Activations are counted by what autograd keeps; all other categories must be equal to the byte."""
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-2}
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest difference, relative to the largest element of the reference."""
 SMALL = 1e-2
 """A tensor whose elements are all smaller than this share of the largest gradient is judged by that share:
 some gradients, like that of a key bias, are zero but for rounding."""
-LATER_GRADIENTS = 10.0
-"""Gradients after the first step may differ by so many tolerances: rounding has moved the weights apart."""
+LATER_GRADIENTS = {"fp64": 1.0, "fp32": 10.0}
+"""So many tolerances may gradients after the first step differ: in fp32 rounding has moved the weights apart.
+The first step's gradients, and all losses, norms and weights, may not."""
 EPSILON = 1e-3
 """Of AdamW here: large enough that rounding in vanishing gradients isn't blown up to a full step."""
 
@@ -139,20 +138,24 @@ def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0) -> Mismatch | None:
 def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mismatch]:
     plan, kind = engine.plan, reference.options.kind
     tight = TOLERANCE[plan.strategy.precision]
+    loose = tight * LATER_GRADIENTS[plan.strategy.precision]
     for step in range(NUM_STEPS):
-        at, loose = f"{kind} step {step}", tight * (LATER_GRADIENTS if step else 1.0)
+        at, allowed = f"{kind} step {step}", loose if step else tight
         batches = make_batches(plan.job, plan, seed, step)
         with engine.parallel.census() as census:
             loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
         expected_loss = reference.gradients(batches)
-        yield from _compare_boxes(engine, _gradient_runs(engine), lambda p: p.grad, reference, f"gradient|{at}", loose)
+        gradients = _compare_boxes(engine, _gradient_runs(engine), lambda p: p.grad, reference, allowed)
+        yield from (Mismatch("gradient", f"{name} ({at})", *error) for name, *error in gradients)
         stats = engine.update(loss, LEARNING_RATE[kind])
         expected_norm = reference.update()
-        yield from _compare_number(engine, float(stats.loss), expected_loss, f"loss|{at}")
-        yield from _compare_number(engine, float(stats.grad_norm), expected_norm, f"norm|{at}")
-        yield from _compare_boxes(engine, _weights(engine), lambda p: p.detach(), reference, f"weight|{at}", tight)
-        yield from _compare_traffic(engine, at)
-        yield from _compare_memory(engine, census.peak_bytes, at)
+        for what, ours, expected in (("loss", stats.loss, expected_loss), ("norm", stats.grad_norm, expected_norm)):
+            error = abs(float(ours) - expected) / max(abs(expected), 1e-30)
+            if not error <= tight:
+                yield Mismatch(what, at, error, float(ours) / expected if expected else None)
+        weights = _compare_boxes(engine, _weights(engine), lambda p: p.detach(), reference, tight)
+        yield from (Mismatch("weight", f"{name} ({at})", *error) for name, *error in weights)
+        yield from _compare_with_forecast(engine, census.peak_bytes, at)
 
 
 def _gradient_runs(engine: Engine) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
@@ -174,10 +177,9 @@ def _compare_boxes(
     runs: Iterator[tuple[Placement, torch.Tensor, slice]],
     read: Callable[[torch.nn.Parameter], torch.Tensor],
     reference: Reference,
-    label: str,
     tolerance: float,
-) -> Iterator[Mismatch]:
-    what, at = label.split("|")
+) -> Iterator[tuple[str, float, float | None]]:
+    """(parameter, relative error, ratio) of every box that differs, in forward order."""
     parameters = reference.parameters()
     largest = max(float(read(p).abs().max()) for p in parameters.values())
     order = {param.name: i for i, param in enumerate(engine.plan.model.parameters())}
@@ -187,7 +189,7 @@ def _compare_boxes(
         scale = max(float(whole.abs().max()), SMALL * largest, 1e-30)
         error = float((ours[run] - expected).abs().max()) / scale if expected.numel() else 0.0
         if not error <= tolerance:
-            yield Mismatch(what, f"`{placement.name}` ({at})", error, _ratio(ours[run], expected))
+            yield f"`{placement.name}`", error, _ratio(ours[run], expected)
 
 
 def _ratio(ours: torch.Tensor, expected: torch.Tensor) -> float | None:
@@ -199,35 +201,13 @@ def _ratio(ours: torch.Tensor, expected: torch.Tensor) -> float | None:
     return float(ratios.median())
 
 
-def _compare_number(engine: Engine, ours: float, expected: float, label: str) -> Iterator[Mismatch]:
-    what, at = label.split("|")
-    error = abs(ours - expected) / max(abs(expected), 1e-30)
-    if not error <= TOLERANCE[engine.plan.strategy.precision]:
-        yield Mismatch(what, at, error, ours / expected if expected else None)
-
-
-def _compare_traffic(engine: Engine, at: str) -> Iterator[Mismatch]:
-    plan, mesh = engine.plan, engine.mesh
-    expected = traffic(plan.model, plan.job, plan.strategy, coordinates_of(mesh.rank, plan.strategy.sizes))
-    for key in sorted({*expected.rows, *engine.last_traffic.rows}):
-        ours, theirs = engine.last_traffic.rows.get(key), expected.rows.get(key)
-        if ours != theirs:
-            sent = ours.wire_bytes if ours else 0
-            forecast = theirs.wire_bytes if theirs else 0
-            where = f"{' '.join(key)} ({at}): {sent} bytes sent, {forecast} forecast"
-            yield Mismatch(
-                "traffic", where, abs(sent - forecast) / max(forecast, 1), sent / forecast if forecast else None
-            )
-
-
-def _compare_memory(engine: Engine, activations_bytes: int, at: str) -> Iterator[Mismatch]:
-    plan = engine.plan
-    job = plan.job.model_copy(update={"optimizer": engine.optimizer.options.kind})
-    forecast = memory(plan.model, job, plan.strategy, engine.mesh.coordinates).to_dict()
-    counted = engine.memory(activations_bytes).to_dict()
-    for category, expected in forecast.items():
-        allowed = ACTIVATION_TOLERANCE if category == "activations_bytes" else 0.0
-        error = abs(counted[category] - expected) / max(expected, 1)
-        if error > allowed:
-            where = f"{category} ({at}): {counted[category]} counted, {expected} forecast"
-            yield Mismatch("memory", where, error, counted[category] / expected if expected else None)
+def _compare_with_forecast(engine: Engine, activations_bytes: int, at: str) -> Iterator[Mismatch]:
+    job = engine.plan.job.model_copy(update={"optimizer": engine.optimizer.options.kind})
+    plan = engine.plan.model_copy(update={"job": job})
+    memory = engine.memory(activations_bytes)
+    record = RankRecord(engine.mesh.rank, engine.mesh.coordinates, memory, engine.last_traffic)
+    for difference in rank_differences(plan, record):
+        ours, forecast = difference.measured, difference.forecast
+        where = f"{difference.what} ({at}): {ours:,} {difference.unit} measured, {forecast:,} forecast"
+        ratio = ours / forecast if forecast else None
+        yield Mismatch(difference.witness, where, abs(ours - forecast) / max(forecast, 1), ratio)
