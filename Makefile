@@ -54,7 +54,7 @@ check: $(STAMP)
 	@echo "format, lint and types are clean"
 
 test: check
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/meshwright demo $(ARGS)

@@ -85,7 +85,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     """Every step saves, so that most moments are in the middle of a save."""
     run, moment = RunFolder(tmp_path / "run"), random.Random(7)
     resume: tuple[str, ...] = ()
-    for _ in range(3):
+    for _ in range(2):
         before = latest(run.checkpoints) or 0
         with started(command(tmp_path, 1000, "--save-every", "1", *resume)) as process:
             wait_for(lambda before=before: (latest(run.checkpoints) or 0) > before + 1, process)
