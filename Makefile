@@ -7,6 +7,8 @@
 #   make docs     write the generated pages of docs/ anew
 #   make clean    remove .venv and build folders
 #
+# The tests of the network and of whole layouts use all cores by themselves; the others go two at a time.
+#
 # Options:
 #   PYTHON=python3.12      the interpreter that makes .venv (3.11 or newer)
 #   TORCH_INDEX=URL        where pip finds torch, for example https://download.pytorch.org/whl/cpu for the small
@@ -54,7 +56,8 @@ check: $(STAMP)
 	@echo "format, lint and types are clean"
 
 test: check
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/comm --ignore tests/parallel $(ARGS)
+	@$(BIN)/python -m pytest tests/comm tests/parallel $(ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/meshwright demo $(ARGS)
