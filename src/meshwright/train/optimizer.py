@@ -2,13 +2,14 @@
 
 The optimizer never sees a parameter, only runs of elements of a bucket (`core.flat.Segment`): those
 of this rank's dp shard under ZeRO-1, the whole bucket otherwise. Gradients are already summed over
-all ranks; the norm counts each logical element once (Narayanan et al. 2021; techniques 7.3).
+all ranks; the norm counts each logical element once (Narayanan et al. 2021).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.optim.adamw import adamw
@@ -27,7 +28,7 @@ _NORM_ROW = 4096
 class OptimizerOptions:
     """Settings of the update. Weight decay is decoupled (Loshchilov & Hutter 2019) and for matrices only."""
 
-    kind: str = "adamw"
+    kind: Literal["adamw", "sgd"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
