@@ -141,7 +141,8 @@ class StepTime:
     """Gradient reduction and parameter gathering that backward does not hide."""
     optimizer_s: float
     bubble_fraction: float
-    """Idle share of the pipeline's makespan, over all ranks: (p−1)/(m+p−1) for equal stages."""
+    """Idle share of the pipeline's makespan, over all ranks: (p−1)/(m+p−1) for equal stages
+    under GPipe and 1F1B, (p−1)/p under the naive schedule."""
 
     @property
     def total_s(self) -> float:
