@@ -10,9 +10,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from meshwright.checkpoint.pieces import flat_pieces
 from meshwright.core.axes import DP
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import Box
+from meshwright.core.placement import Box, Placement
 from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.build import build
@@ -65,17 +66,21 @@ def train(engine: Engine, data: PackedDataset, steps: Iterable[int], rate: float
 
 
 def weights(engine: Engine) -> Boxes:
-    """This rank's parameters."""
-    states = engine.parallel.states
-    return [
-        (s.placement.name, s.placement.shape, s.placement.box, b.view(b.parameters, s).clone())
-        for b, s in states.slots()
-    ]
+    """What this rank holds of the parameters."""
+    return _boxes(engine.parallel.states.weights())
 
 
 def gradients(engine: Engine) -> Boxes:
-    """This rank's accumulated gradients."""
-    return [(p.name, p.shape, p.box, g.clone()) for p, g in engine.parallel.states.gradients()]
+    """What this rank holds of the summed gradients."""
+    return _boxes(engine.parallel.states.gradients())
+
+
+def _boxes(held: Iterable[tuple[Placement, torch.Tensor, slice]]) -> Boxes:
+    return [
+        (place.name, piece.shape, piece.box, piece.tensor.clone())
+        for place, values, run in held
+        for piece in flat_pieces(place.name, place.shape, place.box, run.start, values)
+    ]
 
 
 def assembled(by_rank: Sequence[Boxes]) -> dict[str, torch.Tensor]:

@@ -5,16 +5,26 @@ gradients are *views* into it, so nothing is ever copied into place.
 
     bucket   | head.weight | norm.weight | layer 7 ... | pad |     numel is a multiple of dp
     dp shard | rank 0          | rank 1          |                  cut without regard to tensors
+
+Where ZeRO leaves only a shard of a bucket on a rank, the whole bucket exists in working memory while its block runs:
+
+    pool     | layers 0, 2, 4 ... | layers 1, 3, 5 ... | front or back |     one is used, the next is on its way
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement, placements
 from meshwright.core.strategy import Strategy
+
+FRONT, BACK = "front", "back"
+"""The two ends of a model as blocks: embeddings; final norm and head."""
+HEAD_WEIGHT = "head.weight"
+NUM_GRADIENT_BUFFERS = 2
+"""Blocks of whole gradients at a time, with ZeRO 2 and 3: one is filled while the other is reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,8 @@ class Bucket:
     numel: int
     sum_over: tuple[str, ...]
     """Axes besides dp over which the whole bucket's gradient must be summed."""
+    block: str = ""
+    """The block of the model that its parameters belong to, where buckets are cut by block (ZeRO 2 and 3)."""
 
     def shard(self, dp: int, index: int) -> tuple[int, int]:
         """Elements [start, stop) of dp rank `index`."""
@@ -66,7 +78,9 @@ class Bucket:
         return tuple(merged)
 
 
-def make_buckets(held: Iterable[Placement], dp: int, cap_bytes: int, gradient_bytes: int) -> tuple[Bucket, ...]:
+def make_buckets(
+    held: Iterable[Placement], dp: int, cap_bytes: int, gradient_bytes: int, *, by_block: bool = False
+) -> tuple[Bucket, ...]:
     """Buckets in the order in which backward fills them: reverse forward order, partial ones last.
 
     A bucket is closed when it has reached `cap_bytes`; a layer's parameters are never sorted away
@@ -77,10 +91,14 @@ def make_buckets(held: Iterable[Placement], dp: int, cap_bytes: int, gradient_by
         dp: size of the data-parallel axis; the padded length is a multiple of it.
         cap_bytes: size at which a bucket is closed.
         gradient_bytes: bytes that a rank holds of one gradient element; what `cap_bytes` is compared with.
+        by_block: a bucket holds what one block of the model needs (for each kind of partial gradient), whatever its
+            size; all buckets of a block follow one another.
     """
     backward = list(held)[::-1]
+    if by_block:
+        return tuple(_block_buckets(backward, dp))
     buckets = []
-    for kind in sorted({p.sum_over for p in backward}, key=lambda axes: (len(axes), axes)):
+    for kind in _kinds(backward):
         open_bucket: list[Placement] = []
         size = 0
         for placement in (p for p in backward if p.sum_over == kind):
@@ -96,15 +114,97 @@ def make_buckets(held: Iterable[Placement], dp: int, cap_bytes: int, gradient_by
 
 def rank_buckets(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tuple[Bucket, ...]:
     """The buckets of the rank at mesh coordinates `at` (pp, dp, tp)."""
-    held = placements(spec, strategy, at)
-    return make_buckets(held, strategy.dp, strategy.bucket_bytes, strategy.recipe.gradient_bytes)
+    return held_buckets(placements(spec, strategy, at), strategy)
 
 
-def _close(members: list[Placement], dp: int, sum_over: tuple[str, ...]) -> Bucket:
+def held_buckets(held: Iterable[Placement], strategy: Strategy) -> tuple[Bucket, ...]:
+    """The buckets of a rank that holds these placements, as the strategy cuts them."""
+    cap_bytes, gradient_bytes = strategy.bucket_bytes, strategy.recipe.gradient_bytes
+    return make_buckets(held, strategy.dp, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
+
+
+def _kinds(held: Iterable[Placement]) -> list[tuple[str, ...]]:
+    """Different `sum_over`, the empty one first."""
+    return sorted({p.sum_over for p in held}, key=lambda axes: (len(axes), axes))
+
+
+def _block_buckets(backward: Sequence[Placement], dp: int) -> Iterator[Bucket]:
+    for block in dict.fromkeys(map(block_of, backward)):
+        members = [p for p in backward if block_of(p) == block]
+        for kind in _kinds(members):
+            yield _close([p for p in members if p.sum_over == kind], dp, kind, block)
+
+
+def block_of(placement: Placement) -> str:
+    """The block that a parameter belongs to: `layers.3`, or one of the two ends of the model."""
+    if placement.layer is not None:
+        return f"layers.{placement.layer}"
+    at_front = placement.part == "embedding" or placement.name.startswith("embedding_norm")
+    return FRONT if at_front else BACK
+
+
+def _close(members: list[Placement], dp: int, sum_over: tuple[str, ...], block: str = "") -> Bucket:
     """Sorted so that equal treatment lies side by side; then few segments cover a shard."""
     ordered = sorted(members, key=lambda p: (not p.decay, not p.owned))
     slots, at = [], 0
     for placement in ordered:
         slots.append(Slot(placement, at, at + placement.box.numel))
         at += placement.box.numel
-    return Bucket(tuple(slots), -(-at // dp) * dp, sum_over)
+    return Bucket(tuple(slots), -(-at // dp) * dp, sum_over, block)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Working buffers that the blocks of a model take in turn; each block always takes the same one."""
+
+    numels: tuple[int, ...]
+    """Elements of each buffer."""
+    buffer_of: Mapping[str, int]
+    """Block → its buffer."""
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+
+def make_pool(buckets: Sequence[Bucket], depth: int) -> Pool:
+    """Buffers for whole blocks, `depth` of which may be in use at a time.
+
+    Layers go round `depth` buffers. The two ends of the model share one: they are never in use together, unless they
+    share a parameter.
+    """
+    sizes = _block_sizes(buckets)
+    names = {slot.placement.name for bucket in buckets for slot in bucket.slots}
+    shared_end = "end" if HEAD_WEIGHT in names else None
+    layers = (block for block in sizes if block not in (FRONT, BACK))
+    place: dict[str, object] = {block: at % depth for at, block in enumerate(layers)}
+    place |= {block: shared_end or block for block in (FRONT, BACK) if block in sizes}
+    order = list(dict.fromkeys(place.values()))
+    numels = [max(sizes[block] for block, at in place.items() if at == buffer) for buffer in order]
+    return Pool(tuple(numels), {block: order.index(at) for block, at in place.items()})
+
+
+def own_pool(buckets: Sequence[Bucket]) -> Pool:
+    """A buffer of its own for every block: all may be in use at a time."""
+    sizes = _block_sizes(buckets)
+    return Pool(tuple(sizes.values()), {block: at for at, block in enumerate(sizes)})
+
+
+def parameter_pool(buckets: Sequence[Bucket], strategy: Strategy) -> Pool | None:
+    """Where blocks are gathered; None where parameters are kept whole."""
+    if strategy.zero < 3:
+        return None
+    return own_pool(buckets) if strategy.keep_gathered else make_pool(buckets, 1 + strategy.prefetch)
+
+
+def gradient_pool(buckets: Sequence[Bucket], strategy: Strategy) -> Pool | None:
+    """Where blocks' gradients are summed up until they are reduced; None where gradients are kept whole."""
+    return make_pool(buckets, NUM_GRADIENT_BUFFERS) if strategy.zero >= 2 else None
+
+
+def _block_sizes(buckets: Sequence[Bucket]) -> dict[str, int]:
+    """Block → elements, in forward order."""
+    sizes: dict[str, int] = {}
+    for bucket in reversed(buckets):
+        sizes[bucket.block] = sizes.get(bucket.block, 0) + bucket.numel
+    return sizes

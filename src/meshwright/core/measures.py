@@ -22,6 +22,7 @@ PHASES = {
     "forward": "within layers and between stages, forward",
     "recompute": "within layers, when full recompute runs them again",
     "backward": "within layers and between stages, backward",
+    "gather": "blocks of parameters gathered, each time they are needed, with ZeRO-3",
     "gradients": "reduction of gradients",
     "norm": "gradient norm and loss",
     "parameters": "gathering of updated parameters, with ZeRO",
@@ -119,13 +120,16 @@ class MemoryBreakdown:
     buffers_bytes: int
     """Constant tables, such as rotary positions. Memory that a backend takes for calls on their way is not counted."""
 
+    working_bytes: int = 0
+    """Blocks that ZeRO-3 has gathered, gradients that ZeRO-2 and 3 have not reduced yet."""
+
     @property
     def states_bytes(self) -> int:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.states_bytes + self.activations_bytes + self.buffers_bytes
+        return self.states_bytes + self.activations_bytes + self.buffers_bytes + self.working_bytes
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
@@ -27,6 +27,12 @@ class Plan(Value):
     """How it is split."""
     why: str = ""
     """The planner's explanation, in words."""
+
+    @field_validator("strategy")
+    @classmethod
+    def _placed(cls, strategy: Strategy, info: ValidationInfo) -> Strategy:
+        cluster = info.data.get("cluster")
+        return strategy if cluster is None else strategy.on(cluster)
 
     @model_validator(mode="after")
     def _legal(self) -> Plan:

@@ -9,11 +9,38 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.core.axes import DP, PP, TP
+from meshwright.core.cluster import ClusterSpec
 from meshwright.core.precision import RECIPES, Recipe
 from meshwright.core.values import Value
 
-Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20"]
+Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "fp16", "fp16-16"]
 ScheduleName = Literal["naive", "gpipe", "1f1b"]
+
+
+Tier = Literal["none", "cpu", "disk"]
+
+
+class Offload(Value):
+    """Which states leave the device between their uses, and where to (Ren et al. 2021; Rajbhandari et al. 2021)."""
+
+    optimizer: Tier = "none"
+    """Moments and master copies."""
+    parameters: Tier = "none"
+    """This rank's shard of the parameters; needs zero=3."""
+    gradients: Tier = "none"
+    """This rank's shard of the gradients; needs zero=2 or 3."""
+    path: str | None = None
+    """Folder of the disk tier, one of each node's own."""
+    delayed: bool = False
+    """Update with the gradients of the step before, while the next step runs."""
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return (self.optimizer, self.parameters, self.gradients)
+
+    @property
+    def is_used(self) -> bool:
+        return any(tier != "none" for tier in self.tiers)
 
 
 class Strategy(Value):
@@ -25,8 +52,21 @@ class Strategy(Value):
     """Tensor-parallel ranks: they share every layer."""
     pp: int = Field(default=1, gt=0)
     """Pipeline stages."""
-    zero: Literal[0, 1] = 0
-    """1 divides the optimizer's state over dp (ZeRO stage 1)."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage: 1 divides the optimizer's state over dp, 2 also the gradients, 3 also the parameters."""
+    shard_over: Literal["all", "node"] = "all"
+    """`node` divides over the dp ranks of one node, and keeps a copy on every node (hybrid sharding)."""
+    keep_gathered: bool = False
+    """With zero=3: keep a gathered block until the step ends, instead of gathering it again for backward."""
+    prefetch: int = Field(default=1, ge=0)
+    """With zero=3: blocks that are gathered ahead of the one that runs."""
+    ranks_per_node: int | None = Field(default=None, gt=0)
+    """Ranks of a node, where collectives over dp go in two levels, inside the nodes and across; None: in one.
+    A plan takes it from its cluster."""
+    tile: int = Field(default=1, gt=0)
+    """Linear layers run in so many tiles, one after the other; with zero=3 a tile is gathered at a time."""
+    offload: Offload = Offload()
+    """What leaves the device between its uses."""
     schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards; without a pipeline all are one."""
     micro_batch_size: int = Field(default=1, gt=0)
@@ -40,7 +80,7 @@ class Strategy(Value):
     layers_per_stage: tuple[int, ...] | None = None
     """Layers of each pipeline stage; None splits them evenly, extra layers to the inner stages."""
     bucket_bytes: int = Field(default=25 * 2**20, gt=0)
-    """Cap of one gradient bucket."""
+    """Cap of one gradient bucket. With zero=2 and 3 a bucket is one block of the model."""
 
     @property
     def world_size(self) -> int:
@@ -50,6 +90,24 @@ class Strategy(Value):
     def sizes(self) -> dict[str, int]:
         """Mesh axis name → size."""
         return {PP: self.pp, DP: self.dp, TP: self.tp}
+
+    @property
+    def dp_local(self) -> int:
+        """How many ranks of each dp group share a node: all, where a plan has not set `ranks_per_node`, or where they
+        don't lie evenly on the nodes."""
+        per_node, block = self.ranks_per_node, self.dp * self.tp
+        if per_node is None or per_node % self.tp or block % per_node:
+            return self.dp
+        return per_node // self.tp
+
+    def on(self, cluster: ClusterSpec) -> Strategy:
+        """The same strategy, told how the cluster's ranks lie on its nodes.
+
+        NCCL goes in two levels by itself; so only gloo, or sharding over a node, is told.
+        """
+        knows = cluster.num_nodes > 1 and (cluster.backend == "gloo" or self.shard_over == "node")
+        per_node = cluster.devices_per_node if knows else None
+        return self if self.ranks_per_node == per_node else self.model_copy(update={"ranks_per_node": per_node})
 
     @property
     def recipe(self) -> Recipe:
@@ -66,7 +124,18 @@ class Strategy(Value):
         recompute = " recompute" if self.recompute == "full" else ""
         schedule = f" {self.schedule}" if self.pp > 1 else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
-        return f"D{self.dp} T{self.tp} P{self.pp} zero{self.zero}{schedule}{batch}{recompute} {self.precision}"
+        zero = f"zero{self.zero}{self._zero_choices()}"
+        return f"D{self.dp} T{self.tp} P{self.pp} {zero}{schedule}{batch}{recompute} {self.precision}"
+
+    def _zero_choices(self) -> str:
+        """What differs from the default: ` node kept tile2 offload`."""
+        words = (
+            ("node", self.shard_over == "node"),
+            ("kept", self.keep_gathered),
+            (f"tile{self.tile}", self.tile > 1),
+            ("offload", self.offload.is_used),
+        )
+        return "".join(f" {word}" for word, holds in words if holds)
 
 
 def inner_stages_first(num_stages: int) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import Literal
 
 from meshwright.core.axes import PP
-from meshwright.core.flat import Bucket, rank_buckets
+from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
+from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Precision, Strategy
 from meshwright.cost.activations import (
     embedding_terms,
@@ -37,16 +38,31 @@ def memory(
     `buckets` are those of the rank, where the caller has them already. Each is padded to a multiple of dp.
     """
     recipe = strategy.recipe
-    held = sum(b.numel for b in (rank_buckets(model, strategy, at) if buckets is None else buckets))
-    updated = held // strategy.dp if strategy.zero else held
+    buckets = rank_buckets(model, strategy, at) if buckets is None else buckets
+    whole = sum(b.numel for b in buckets)
+    shard = whole // sharding(strategy).num_shards
+
+    def held(from_stage: int) -> int:
+        return shard if strategy.zero >= from_stage else whole
+
     state_bytes = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
     return MemoryBreakdown(
-        parameters_bytes=held * recipe.parameter_bytes,
-        gradients_bytes=held * recipe.gradient_bytes,
-        optimizer_bytes=updated * state_bytes,
+        parameters_bytes=held(3) * recipe.parameter_bytes,
+        gradients_bytes=held(2) * recipe.gradient_bytes,
+        optimizer_bytes=held(1) * state_bytes,
         activations_bytes=activations_bytes(model, job, strategy, at[PP]),
         buffers_bytes=_tables_bytes(model, job, strategy),
+        working_bytes=working_bytes(buckets, strategy),
     )
+
+
+def working_bytes(buckets: Sequence[Bucket], strategy: Strategy) -> int:
+    """Pools of gathered blocks and of gradients on their way (`core.flat.Pool`): what ZeRO-2 and 3 hold on top of
+    shards, whatever the number of layers."""
+    recipe = strategy.recipe
+    gathered, gradients = parameter_pool(buckets, strategy), gradient_pool(buckets, strategy)
+    gathered_bytes = gathered.numel * recipe.parameter_bytes if gathered else 0
+    return gathered_bytes + (gradients.numel * recipe.sent_gradient_bytes if gradients else 0)
 
 
 def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> int:

@@ -13,6 +13,7 @@ from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
+from meshwright.core.sharding import Level, sharding
 from meshwright.core.strategy import Strategy
 
 SCALAR_BYTES = 8
@@ -83,12 +84,47 @@ def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, st
 
 
 def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequence[Bucket]) -> None:
-    """Gradients once per step whatever the accumulation; ZeRO-1 sends the same bytes in two halves."""
-    recipe, sizes = strategy.recipe, group_sizes(model, strategy)
+    """Gradients once per step whatever the accumulation, unless only shards of them are kept (ZeRO-2 and 3): then
+    each micro-batch's are scattered. Parameters once per step, or each time a block needs them (ZeRO-3)."""
     for bucket in buckets:
-        for axis in bucket.sum_over:
-            total.add("all_reduce", axis, "gradients", bucket.numel * recipe.sent_gradient_bytes, sizes[axis])
-        primitive = "reduce_scatter" if strategy.zero else "all_reduce"
-        total.add(primitive, DP, "gradients", bucket.numel * recipe.sent_gradient_bytes, strategy.dp)
-        if strategy.zero:
-            total.add("all_gather", DP, "parameters", bucket.numel * recipe.parameter_bytes, strategy.dp)
+        _gradients(total, model, strategy, bucket)
+        _parameters(total, strategy, bucket)
+
+
+def _gradients(total: Traffic, model: ModelSpec, strategy: Strategy, bucket: Bucket) -> None:
+    way, sizes = sharding(strategy), group_sizes(model, strategy)
+    is_each = strategy.zero >= 2
+    remaining = bucket.numel * strategy.recipe.sent_gradient_bytes
+    if not is_each:
+        _sum_over(total, sizes, bucket, remaining)
+    for level in way.scatter:
+        times = strategy.num_micro_batches if is_each else 1
+        total.add("reduce_scatter", level.axis, "gradients", remaining, level.size, times)
+        remaining //= level.size
+    for level in way.replicate:
+        total.add("all_reduce", level.axis, "gradients", remaining, level.size)
+    if is_each:
+        _sum_over(total, sizes, bucket, remaining)
+    if not way.stays_scattered:
+        _gather(total, "gradients", way.scatter, bucket.numel * strategy.recipe.sent_gradient_bytes)
+
+
+def _sum_over(total: Traffic, sizes: Mapping[str, int], bucket: Bucket, payload_bytes: int) -> None:
+    for axis in bucket.sum_over:
+        total.add("all_reduce", axis, "gradients", payload_bytes, sizes[axis])
+
+
+def _parameters(total: Traffic, strategy: Strategy, bucket: Bucket) -> None:
+    way, payload_bytes = sharding(strategy), bucket.numel * strategy.recipe.parameter_bytes
+    if strategy.zero in (1, 2):
+        _gather(total, "parameters", way.scatter, payload_bytes)
+    if strategy.zero == 3:
+        times = 1 if strategy.keep_gathered else 2 * strategy.num_micro_batches
+        _gather(total, "gather", way.scatter, payload_bytes, times)
+
+
+def _gather(total: Traffic, phase: str, levels: Sequence[Level], payload_bytes: int, times: int = 1) -> None:
+    """A bucket from its shards: the levels of scattering, backwards."""
+    for level in levels:
+        total.add("all_gather", level.axis, phase, payload_bytes, level.size, times)
+        payload_bytes //= level.size

@@ -1,7 +1,9 @@
-"""The composition, in one visible order: cut → shard → bind → write gradients directly → recompute → reduce → run.
+"""The composition, in one visible order:
+
+cut → shard → bind → write gradients directly → recompute → reduce → gather → run.
 
 plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ recompute.apply ─▶ data ─▶
-StageRunner
+gather ─▶ StageRunner
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright.comm.collectives import all_gather_start, all_reduce
+from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP, PP, TP, WORLD
 from meshwright.core.errors import InputError, UnsupportedError
@@ -22,8 +24,10 @@ from meshwright.core.strategy import Strategy
 from meshwright.parallel import direct, pipeline, recompute, tensor
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
+from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.loss import IGNORE, cross_entropy_sum
 from meshwright.parallel.pipeline import MicroBatch, StageRunner
+from meshwright.parallel.shards import gather_start
 from meshwright.parallel.states import DTYPES, FlatStates
 from meshwright.schedule.build import forward_program, program
 
@@ -73,9 +77,16 @@ class ParallelModel:
         direct.apply(self.states)
         if strategy.recompute == "full":
             recompute.apply(model.layers, mesh.ledger)
-        self.reducer = GradientReducer(self.states, mesh, strategy.zero)
+        self.reducer = GradientReducer(self.states, mesh)
+        self.gatherer = Gatherer(model, self.states, mesh, strategy)
         self.runner = StageRunner(
-            model, _StageLoss(spec, mesh), mesh, self.reducer, spec.hidden_size, DTYPES[strategy.recipe.parameter]
+            model,
+            _StageLoss(spec, mesh),
+            mesh,
+            self.reducer,
+            self.gatherer,
+            spec.hidden_size,
+            DTYPES[strategy.recipe.parameter],
         )
         self._model = model
         self._pending_reduction = False
@@ -161,19 +172,19 @@ class ParallelModel:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """ZeRO-1: every dp rank sends its updated shard of each bucket to all."""
-        dp = self.mesh[DP]
-        with self.mesh.ledger.phase("parameters"):
-            works = []
-            for bucket in self.states.buckets:
-                start, stop = bucket.layout.shard(dp.size, dp.index)
-                works.append(all_gather_start(bucket.parameters, bucket.parameters[start:stop], dp))
-            for work in works:
-                work.wait()
+        """After an update: every dp rank sends its shard of each bucket to all; with ZeRO-3 not before it is needed."""
+        self.gatherer.release()
+        if self.states.way.stays_scattered and self.states.keeps_whole_parameters:
+            with self.mesh.ledger.phase("parameters"):
+                levels = self.states.way.scatter
+                works = [gather_start(b.parameters, b.own_parameters, levels, self.mesh) for b in self.states.buckets]
+                for work in works:
+                    work.wait()
 
     def zero_gradients(self) -> None:
         """Start a new step."""
         self.states.zero_gradients()
+        self.reducer.start_step()
         self._pending_reduction = False
 
 

@@ -1,11 +1,12 @@
 """Data parallelism: gradients summed over dp in buckets, while backward still runs.
 
-What it divides: the batch. With ZeRO-1 (Rajbhandari et al. 2020, P_os) also the optimizer: each dp rank
-receives the sum of its own shard only.
+What it divides: the batch; with ZeRO (Rajbhandari et al. 2020, §5) also the optimizer, the gradients, the parameters.
 
-    zero 0:  gradients ──all_reduce──▶ whole sum on every rank
-    zero 1:  gradients ──reduce_scatter──▶ shard r ──optimizer──▶ shard r ──all_gather──▶ parameters
+    zero 0      gradients ──all_reduce──▶ whole sum on every rank
+    zero 1      gradients ──reduce_scatter──▶ shard r ──optimizer──▶ shard r ──all_gather──▶ parameters
+    zero 2, 3   a block's gradients ──reduce_scatter, each micro-batch──▶ added to shard r; the block's memory is free
 
+On several nodes each arrow goes in two levels, or leaves a copy on every node (`core.sharding`).
 What it needs: nothing of the model. What it costs: phases `gradients` and `parameters` in `cost.traffic`.
 The loss is divided by the tokens of the whole step before backward, so every reduction is a plain sum.
 """
@@ -13,14 +14,36 @@ The loss is divided by the tokens of the whole step before backward, so every re
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
-from meshwright.comm.collectives import Work, all_reduce, all_reduce_start, reduce_scatter_start
+from meshwright.comm.collectives import all_reduce, all_reduce_start
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import DP
-from meshwright.core.flat import Slot
-from meshwright.parallel.states import FlatBucket, FlatStates
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.flat import Pool, Slot
+from meshwright.parallel.shards import Started, reduce_start, scatter_start
+from meshwright.parallel.states import FlatBucket, FlatStates, GradientSink
+
+
+class _Policy(Protocol):
+    """What is kept of gradients, and so when and how a bucket is reduced."""
+
+    every_backward: bool
+    """Whether each backward reduces, or only the last of a step."""
+
+    def start_step(self) -> None:
+        """Nothing is summed yet."""
+
+    def may_go(self, bucket: FlatBucket) -> bool:
+        """Whether a complete bucket may be reduced while backward runs."""
+
+    def launch(self, index: int) -> None:
+        """Start reducing a bucket."""
+
+    def finish(self) -> None:
+        """Return when all gradients of the step are summed."""
 
 
 class GradientReducer:
@@ -30,24 +53,24 @@ class GradientReducer:
     gradients become ready (Li et al. 2020, PyTorch Distributed, §3.2).
     """
 
-    def __init__(self, states: FlatStates, mesh: Mesh, zero: int) -> None:
+    def __init__(self, states: FlatStates, mesh: Mesh) -> None:
         self._states = states
-        self._mesh = mesh
-        self._zero = zero
+        self._policy: _Policy = _Whole(states, mesh)
+        if states.gradient_pool is not None:
+            self._policy = _Shards(states, mesh, states.gradient_pool, self._launch_through)
         self._armed = False
         self._missing: dict[int, int] = {}
-        self._waiting: deque[tuple[int, FlatBucket]] = deque()
-        self._running: list[Work] = []
+        self._waiting: deque[int] = deque()
         for index, bucket in enumerate(states.buckets):
             for slot in bucket.layout.slots:
                 self._bind(index, bucket, slot)
 
     def _bind(self, index: int, bucket: FlatBucket, slot: Slot) -> None:
-        if (sink := self._states.sinks.get(slot.placement.name)) is not None:
+        name = slot.placement.name
+        parameter, view = self._states.parameters[name], bucket.view(bucket.gradients, slot)
+        if (sink := self._states.sinks.get(name)) is not None:
             sink.on_written = lambda: self._ready(index)
             return
-        parameter = self._states.parameters[slot.placement.name]
-        view = bucket.view(bucket.gradients, slot)
         if parameter.dtype == view.dtype:
             parameter.grad = view  # autograd accumulates in place
 
@@ -62,11 +85,15 @@ class GradientReducer:
 
         parameter.register_post_accumulate_grad_hook(collect)
 
+    def start_step(self) -> None:
+        """Gradients of the next backward are the first of a step."""
+        self._policy.start_step()
+
     def arm(self) -> None:
         """The next backward is the last of the step: buckets may go as soon as they are complete."""
         self._armed = True
-        self._waiting = deque(enumerate(self._states.buckets))
-        self._missing = {i: sum(map(self._num_writes, b.layout.slots)) for i, b in self._waiting}
+        self._waiting = deque(range(len(self._states.buckets)))
+        self._missing = {i: sum(map(self._num_writes, self._states.buckets[i].layout.slots)) for i in self._waiting}
 
     def _num_writes(self, slot: Slot) -> int:
         """How often one backward reports this gradient: autograd once, sinks for every layer that writes."""
@@ -77,32 +104,160 @@ class GradientReducer:
         if not self._armed:
             return
         self._missing[index] -= 1
-        while self._waiting and self._may_go(*self._waiting[0]):
-            self._launch(self._waiting.popleft()[1])
+        if self._missing[index] < 0:
+            name = self._states.buckets[index].layout.slots[0].placement.name
+            raise UnsupportedError(
+                f"gradients arrived in the bucket of `{name}` after it was reduced; a layer that is run several times "
+                f"in one forward is not supported"
+            )
+        while self._waiting and self._may_go(self._waiting[0]):
+            self._launch_next()
 
-    def _may_go(self, index: int, bucket: FlatBucket) -> bool:
-        """Complete, and summed over dp only: other stages may still wait for what this backward sends."""
-        return self._missing[index] <= 0 and not bucket.layout.sum_over
+    def _may_go(self, index: int) -> bool:
+        return self._missing[index] <= 0 and self._policy.may_go(self._states.buckets[index])
+
+    def start_backward(self) -> None:
+        """The backward of a micro-batch begins."""
+        if self._policy.every_backward:
+            self.arm()
+
+    def end_backward(self) -> None:
+        """It has ended; gradients that it did not reach are zero."""
+        if self._policy.every_backward:
+            self._launch_through(len(self._states.buckets) - 1)
+            self._armed = False
 
     def finish(self) -> None:
         """Launch what backward left (unused parameters), and wait for all reductions."""
-        while self._waiting:
-            self._launch(self._waiting.popleft()[1])
-        for work in self._running:
-            work.wait()
-        self._running.clear()
+        if not self._policy.every_backward:
+            self._launch_through(len(self._states.buckets) - 1)
+        self._policy.finish()
         self._armed = False
 
+    def _launch_next(self) -> None:
+        self._policy.launch(self._waiting.popleft())
+
+    def _launch_through(self, last: int) -> None:
+        """Launch, complete or not, what still waits of buckets 0 to `last`."""
+        while self._waiting and self._waiting[0] <= last:
+            self._launch_next()
+
+
+class _Whole:
+    """Whole gradients are kept: one reduction per step."""
+
+    every_backward = False
+
+    def __init__(self, states: FlatStates, mesh: Mesh) -> None:
+        self._states, self._mesh = states, mesh
+        self._running: list[Started] = []
+
+    def start_step(self) -> None:
+        return
+
+    def may_go(self, bucket: FlatBucket) -> bool:
+        """If summed over dp only: other stages may still wait for what this backward sends."""
+        return not bucket.layout.sum_over
+
     @torch.no_grad()
-    def _launch(self, bucket: FlatBucket) -> None:
-        dp = self._mesh[DP]
+    def launch(self, index: int) -> None:
+        bucket = self._states.buckets[index]
         self._states.settle(bucket)
         with self._mesh.ledger.phase("gradients"):
             for axis in bucket.layout.sum_over:
                 all_reduce(bucket.gradients, self._mesh[axis])
-            if self._zero:
-                start, stop = bucket.layout.shard(dp.size, dp.index)
-                work = reduce_scatter_start(bucket.gradients[start:stop], bucket.gradients, dp)
-            else:
-                work = all_reduce_start(bucket.gradients, dp)
-        self._running.append(work)
+            self._running.append(reduce_start(bucket.gradients, self._states.way, self._mesh))
+
+    def finish(self) -> None:
+        for work in self._running:
+            work.wait()
+        self._running.clear()
+
+
+class _Shards:
+    """Shards of gradients are kept: every backward adds to them, block by block, and a block's memory is free again.
+
+    Replicas of a shard, and axes over which it is partial, are summed over once, at the end of the step.
+    """
+
+    every_backward = True
+
+    def __init__(self, states: FlatStates, mesh: Mesh, pool: Pool, launch_through: Callable[[int], None]) -> None:
+        self._states, self._mesh, self._launch_through = states, mesh, launch_through
+        self._buffers = [pool.buffer_of[bucket.layout.block] for bucket in states.buckets]
+        self._holders: dict[int, str] = {}
+        """Buffer → the block that it holds gradients of."""
+        self._running: dict[int, Started] = {}
+        self._is_first = [True] * len(states.buckets)
+        """Whether the bucket's shard is still to be set in this step."""
+        for index, bucket in enumerate(states.buckets):
+            for slot in bucket.layout.slots:
+                self._sink(bucket, slot).on_first = lambda index=index: self._claim(index)
+
+    def _sink(self, bucket: FlatBucket, slot: Slot) -> GradientSink:
+        """How the gradient is written; those of autograd are moved out of its own memory."""
+        sinks, name = self._states.sinks, slot.placement.name
+        if name not in sinks:
+            sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), 1)
+            self._states.parameters[name].register_post_accumulate_grad_hook(lambda leaf: _move(leaf, sinks[name]))
+        return sinks[name]
+
+    def start_step(self) -> None:
+        self._is_first = [True] * len(self._is_first)
+
+    def may_go(self, bucket: FlatBucket) -> bool:
+        return True
+
+    def _claim(self, index: int) -> None:
+        """Before the first write of a backward: what held the memory before must be reduced."""
+        block, buffer = self._states.buckets[index].layout.block, self._buffers[index]
+        holder = self._holders.get(buffer)
+        if holder is not None and holder != block:
+            self._launch_through(self._last_before(index, holder))
+        self._wait(i for i in list(self._running) if self._buffers[i] == buffer)
+        self._holders[buffer] = block
+
+    def _last_before(self, index: int, block: str) -> int:
+        """The last bucket of `block` that comes before bucket `index`, or -1."""
+        earlier = enumerate(self._states.buckets[:index])
+        return max((i for i, bucket in earlier if bucket.layout.block == block), default=-1)
+
+    @torch.no_grad()
+    def launch(self, index: int) -> None:
+        bucket = self._states.buckets[index]
+        self._states.settle(bucket)
+        out = bucket.own_gradients if self._is_first[index] else bucket.gradients[bucket.own]
+        with self._mesh.ledger.phase("gradients"):
+            self._running[index] = scatter_start(out, bucket.gradients, self._states.way.scatter, self._mesh)
+        self._states.start_step(bucket)
+
+    @torch.no_grad()
+    def _wait(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._running.pop(index).wait()
+            bucket = self._states.buckets[index]
+            if not self._is_first[index]:
+                bucket.own_gradients.add_(bucket.gradients[bucket.own])
+            self._is_first[index] = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self._wait(list(self._running))
+        for index, bucket in enumerate(self._states.buckets):
+            if self._is_first[index]:
+                bucket.own_gradients.zero_()
+        replicas = tuple(level.axis for level in self._states.way.replicate)
+        self._sum((bucket, replicas) for bucket in self._states.buckets)
+        self._sum((bucket, bucket.layout.sum_over) for bucket in self._states.buckets)
+
+    def _sum(self, shards: Iterable[tuple[FlatBucket, tuple[str, ...]]]) -> None:
+        with self._mesh.ledger.phase("gradients"):
+            works = [all_reduce_start(b.own_gradients, self._mesh[axis]) for b, axes in shards for axis in axes]
+            for work in works:
+                work.wait()
+
+
+def _move(leaf: torch.Tensor, sink: GradientSink) -> None:
+    """A gradient that autograd has made, to where its bucket is."""
+    grad, leaf.grad = leaf.grad, None
+    sink.add(grad)

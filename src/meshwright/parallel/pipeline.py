@@ -24,6 +24,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.program import Action, Kind
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.data import GradientReducer
+from meshwright.parallel.gather import Gatherer
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """(token ids [b, s], labels [b, s]); label -100 does not count."""
@@ -90,6 +91,7 @@ class StageRunner:
         loss: nn.Module,
         mesh: Mesh,
         reducer: GradientReducer,
+        gatherer: Gatherer,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
@@ -98,6 +100,7 @@ class StageRunner:
         self._mesh = mesh
         self._pp = mesh[PP]
         self._reducer = reducer
+        self._gatherer = gatherer
         self.trace: list[tuple[Action, float, float]] | None = None
         """Set to a list to record (action, start, end) in seconds; None records nothing."""
         self._hidden_size = hidden_size
@@ -149,7 +152,7 @@ class StageRunner:
     def _forward(self, step: _Step, action: Action) -> None:
         tokens, labels = step.micro_batches[action.micro_batch]
         flight = step.in_flight.setdefault(action.micro_batch, _InFlight())
-        with self._mesh.ledger.phase("forward"):
+        with self._mesh.ledger.phase("forward"), self._gatherer.forward():
             out = self._model(tokens if flight.into is None else flight.into)
             if self.is_last:
                 out = self._loss(out, labels)
@@ -165,8 +168,10 @@ class StageRunner:
 
     def _backward(self, step: _Step, action: Action) -> None:
         flight = step.in_flight[action.micro_batch]
-        with self._mesh.ledger.phase("backward"):
+        self._reducer.start_backward()
+        with self._mesh.ledger.phase("backward"), self._gatherer.backward():
             torch.autograd.backward(flight.edge, flight.gradient)
+        self._reducer.end_backward()
         flight.edge = flight.gradient = None
         if self.is_first:
             del step.in_flight[action.micro_batch]

@@ -6,23 +6,29 @@ What it costs: `cost.memory`, parameters and gradients.
     bucket.parameters  | q.weight | k.weight | norm | pad |    every nn.Parameter is a view
     bucket.gradients   | q.weight | k.weight | norm | pad |    every gradient is accumulated in place
 
+With ZeRO-3 the parameters, with ZeRO-2 and 3 the gradients of a bucket are working memory that blocks take in turn
+(`core.flat.Pool`); this rank keeps its shard of them. A parameter is always a view of the same memory, so what autograd
+saved of it is right again once the block is gathered again.
+
 Autograd adds to a gradient that was zeroed. Layers that write their own (`parallel.direct`) do it through a
 GradientSink, whose first write of a step replaces what was there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from meshwright.core.axes import DP
 from meshwright.core.errors import InputError
-from meshwright.core.flat import Bucket, Slot, make_buckets
+from meshwright.core.flat import Bucket, Pool, Slot, gradient_pool, held_buckets, parameter_pool
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement, placements
 from meshwright.core.precision import Recipe
+from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,14 +40,16 @@ class GradientSink:
     Attributes:
         view: the gradient, in the weight's local shape and the recipe's gradient dtype.
         num_uses: layers that write it, each once per micro-batch; 2 where embedding and head are tied.
+        on_first: called before the first write of a step.
         on_written: called after every write.
     """
 
-    __slots__ = ("_is_fresh", "num_uses", "on_written", "view")
+    __slots__ = ("_is_fresh", "num_uses", "on_first", "on_written", "view")
 
     def __init__(self, view: torch.Tensor, num_uses: int) -> None:
         self.view = view
         self.num_uses = num_uses
+        self.on_first: Callable[[], None] = lambda: None
         self.on_written: Callable[[], None] = lambda: None
         self._is_fresh = True
 
@@ -49,21 +57,32 @@ class GradientSink:
         """What the view holds does not count any more."""
         self._is_fresh = True
 
+    def _is_first(self) -> bool:
+        """Whether what the view holds does not count; from now on it does."""
+        was_fresh, self._is_fresh = self._is_fresh, False
+        if was_fresh:
+            self.on_first()
+        return was_fresh
+
     def settle(self) -> None:
         """A gradient that nobody wrote is zero."""
-        if self._is_fresh:
+        if self._is_first():
             self.view.zero_()
-            self._is_fresh = False
 
     def add_product(self, grads: torch.Tensor, inputs: torch.Tensor) -> None:
         """view [out, in] += gradsᵀ · inputs, of grads [T, out] and inputs [T, in]."""
-        if grads.dtype == self.view.dtype:
-            self.view.addmm_(grads.t(), inputs, beta=0 if self._is_fresh else 1)
-        elif self._is_fresh:
-            self.view.copy_(grads.t() @ inputs)
+        if grads.dtype != self.view.dtype:
+            self.add(grads.t() @ inputs)
+            return
+        self.view.addmm_(grads.t(), inputs, beta=0 if self._is_first() else 1)
+        self.on_written()
+
+    def add(self, grad: torch.Tensor) -> None:
+        """view += grad, of the view's shape; any dtype."""
+        if self._is_first():
+            self.view.copy_(grad)
         else:
-            self.view.add_(grads.t() @ inputs)
-        self._is_fresh = False
+            self.view.add_(grad)
         self.on_written()
 
     def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -73,17 +92,34 @@ class GradientSink:
         self.on_written()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FlatBucket:
-    """One bucket's layout and its two buffers, each of `layout.numel` elements."""
+    """One bucket's layout and its memory on this rank."""
 
     layout: Bucket
+    own: slice
+    """Elements that this rank updates: its shard, or all."""
+    counted: slice
+    """Elements within `own` that this rank alone counts in norms and saves in checkpoints."""
     parameters: torch.Tensor
+    """[numel]; of a sharded bucket valid only while its block is gathered."""
     gradients: torch.Tensor
+    """[numel]; of a sharded bucket valid only while its block's backward runs."""
+    own_parameters: torch.Tensor
+    """[own]; what stays on this rank: a part of `parameters`, or a shard by itself."""
+    own_gradients: torch.Tensor
+    """[own]; the sums over all ranks once they were reduced."""
 
     def view(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
-        """A slot of `buffer` in its parameter's local shape."""
+        """A slot of `buffer` [numel] in its parameter's local shape."""
         return buffer[slot.start : slot.stop].view(slot.placement.box.sizes)
+
+    def overlap(self, slot: Slot, part: slice) -> tuple[slice, slice]:
+        """Where a slot and a part of the bucket meet: (elements of the slot, elements of the part)."""
+        low, high = max(slot.start, part.start), min(slot.stop, part.stop)
+        if low >= high:
+            return slice(0, 0), slice(0, 0)
+        return slice(low - slot.start, high - slot.start), slice(low - part.start, high - part.start)
 
 
 class FlatStates:
@@ -95,20 +131,32 @@ class FlatStates:
         owners: logical name → the (module, attribute) places that use it.
         sinks: logical name → how its layers write its gradient; the others are left to autograd.
         recipe: dtypes of each copy.
+        way: how buckets are divided over the dp ranks.
+        parameter_pool: where blocks are gathered; None where parameters are kept whole.
+        gradient_pool: where gradients of sharded buckets are summed up; None where they are kept whole.
     """
 
     def __init__(
         self, model: nn.Module, spec: ModelSpec, strategy: Strategy, at: dict[str, int], device: torch.device
     ) -> None:
         self.recipe: Recipe = strategy.recipe
+        self.way = sharding(strategy)
         self.placements = placements(spec, strategy, at)
-        layouts = make_buckets(self.placements, strategy.dp, strategy.bucket_bytes, self.recipe.gradient_bytes)
-        self.buckets = [self._allocate(layout, device) for layout in layouts]
+        layouts = held_buckets(self.placements, strategy)
+        self.parameter_pool = parameter_pool(layouts, strategy)
+        self.gradient_pool = gradient_pool(layouts, strategy)
+        self._working: list[torch.Tensor] = []
+        whole_parameters = self._memory(layouts, self.parameter_pool, DTYPES[self.recipe.parameter], device)
+        whole_gradients = self._memory(layouts, self.gradient_pool, DTYPES[self.recipe.gradient], device)
+        self.buckets = [
+            self._bucket(layout, at[DP], parameters, gradients)
+            for layout, parameters, gradients in zip(layouts, whole_parameters, whole_gradients, strict=True)
+        ]
         self.parameters: dict[str, nn.Parameter] = {}
         self.sinks: dict[str, GradientSink] = {}
         self.owners = _owners(model, spec)
         for bucket, slot in self.slots():
-            parameter = nn.Parameter(bucket.view(bucket.parameters, slot))
+            parameter = nn.Parameter(bucket.view(_alias(bucket.parameters), slot))
             self.parameters[slot.placement.name] = parameter
             for module, attribute in self.owners.get(slot.placement.name, ()):
                 module._parameters[attribute] = parameter
@@ -118,12 +166,39 @@ class FlatStates:
                 f"the model has parameters that its spec does not place here: {', '.join(sorted(unknown))}"
             )
 
-    def _allocate(self, layout: Bucket, device: torch.device) -> FlatBucket:
+    def _memory(
+        self, layouts: Sequence[Bucket], pool: Pool | None, dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Memory of each whole bucket: its own, or its place in the pool."""
+        if pool is None:
+            return [torch.zeros(layout.numel, dtype=dtype, device=device) for layout in layouts]
+        buffers = [torch.zeros(numel, dtype=dtype, device=device) for numel in pool.numels]
+        self._working += buffers
+        at: dict[str, int] = {}
+        taken = []
+        for layout in layouts:
+            start = at.get(layout.block, 0)
+            at[layout.block] = start + layout.numel
+            taken.append(buffers[pool.buffer_of[layout.block]][start : start + layout.numel])
+        return taken
+
+    def _bucket(self, layout: Bucket, dp_index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
+        own = slice(*self.way.own(layout.numel, dp_index))
+        counted = slice(*self.way.counted(layout.numel, dp_index))
         return FlatBucket(
             layout,
-            torch.zeros(layout.numel, dtype=DTYPES[self.recipe.parameter], device=device),
-            torch.zeros(layout.numel, dtype=DTYPES[self.recipe.gradient], device=device),
+            own,
+            counted,
+            parameters,
+            gradients,
+            parameters[own] if self.parameter_pool is None else torch.zeros_like(parameters[own]),
+            gradients[own] if self.gradient_pool is None else torch.zeros_like(gradients[own]),
         )
+
+    @property
+    def keeps_whole_parameters(self) -> bool:
+        """Whether parameters are there between their uses, or only this rank's shards of them."""
+        return self.parameter_pool is None
 
     def slots(self) -> Iterator[tuple[FlatBucket, Slot]]:
         """Every (bucket, slot)."""
@@ -131,22 +206,44 @@ class FlatStates:
 
     @torch.no_grad()
     def fill(self, read: Callable[[Placement], torch.Tensor]) -> None:
-        """Set every parameter from `read(placement)`, a tensor of the placement's box."""
+        """Set every parameter from `read(placement)`, a tensor of the placement's box; of a shard, its part of it."""
         for bucket, slot in self.slots():
-            bucket.view(bucket.parameters, slot).copy_(read(slot.placement))
+            values = read(slot.placement)
+            if self.keeps_whole_parameters:
+                bucket.view(bucket.parameters, slot).copy_(values)
+            else:
+                of_slot, of_own = bucket.overlap(slot, bucket.own)
+                bucket.own_parameters[of_own].copy_(values.reshape(-1)[of_slot])
 
-    def gradients(self) -> Iterator[tuple[Placement, torch.Tensor]]:
-        """Each placement with its accumulated gradient, a view of the box's shape."""
-        return ((slot.placement, bucket.view(bucket.gradients, slot)) for bucket, slot in self.slots())
+    def gradients(self) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
+        """Each placement with what this rank holds of its summed gradient: (placement, [k] values, the k elements of
+        its flattened box that they are)."""
+        return self._held(lambda bucket: bucket.own_gradients)
+
+    def weights(self) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
+        """Likewise its values: all of them where parameters are kept whole, else this rank's shard of them."""
+        if self.keeps_whole_parameters:
+            return ((s.placement, b.parameters[s.start : s.stop], slice(0, s.stop - s.start)) for b, s in self.slots())
+        return self._held(lambda bucket: bucket.own_parameters)
+
+    def _held(self, memory: Callable[[FlatBucket], torch.Tensor]) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
+        for bucket, slot in self.slots():
+            of_slot, of_own = bucket.overlap(slot, bucket.own)
+            yield slot.placement, memory(bucket)[of_own], of_slot
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
         """Start a new step. What a sink will replace is not zeroed."""
         for bucket, slot in self.slots():
-            sink = self.sinks.get(slot.placement.name)
-            if sink is None:
+            if slot.placement.name not in self.sinks:
                 bucket.gradients[slot.start : slot.stop].zero_()
-            else:
+        for bucket in self.buckets:
+            self.start_step(bucket)
+
+    def start_step(self, bucket: FlatBucket) -> None:
+        """What `bucket.gradients` holds does not count any more, where sinks write it."""
+        for slot in bucket.layout.slots:
+            if (sink := self.sinks.get(slot.placement.name)) is not None:
                 sink.start_step()
 
     @torch.no_grad()
@@ -158,11 +255,28 @@ class FlatStates:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(b.parameters.numel() * b.parameters.element_size() for b in self.buckets)
+        """Of what stays between uses."""
+        kept = (b.parameters if self.keeps_whole_parameters else b.own_parameters for b in self.buckets)
+        return sum(map(_bytes, kept))
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(b.gradients.numel() * b.gradients.element_size() for b in self.buckets)
+        """Of what stays between uses."""
+        return sum(_bytes(b.gradients if self.gradient_pool is None else b.own_gradients) for b in self.buckets)
+
+    @property
+    def working_bytes(self) -> int:
+        """Of the pools."""
+        return sum(map(_bytes, self._working))
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """The same memory under a version counter of its own: gathering a block is no change to what autograd saved."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape)
 
 
 def _owners(model: nn.Module, spec: ModelSpec) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -23,7 +23,7 @@ from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
 MEMORY_CATEGORIES = {field.name.removesuffix("_bytes"): field.name for field in fields(MemoryBreakdown)}
 """Name in tables and figures → field of MemoryBreakdown."""
 
-_SHORT = ("param", "grad", "optim", "activ", "buffer")
+_SHORT = ("param", "grad", "optim", "activ", "buffer", "work")
 NONE = "–"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -14,7 +14,6 @@ from meshwright.checkpoint import store
 from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh, start
-from meshwright.core.axes import DP
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.placement import kv_replicas
@@ -46,7 +45,7 @@ class Engine:
         self.plan = plan
         self.mesh = mesh
         self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh)
-        self.optimizer = FlatOptimizer(self.parallel.states, mesh, plan.strategy.zero, options)
+        self.optimizer = FlatOptimizer(self.parallel.states, mesh, options)
         self.last_traffic = Traffic()
         """What this rank sent in the last step."""
 
@@ -85,8 +84,7 @@ class Engine:
         """
         norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
         self.optimizer.update(learning_rate, norm)
-        if self.plan.strategy.zero:
-            self.parallel.gather_parameters()
+        self.parallel.gather_parameters()
         self.parallel.zero_gradients()
         self.last_traffic = self.mesh.ledger.take()
         return StepStats(total, norm)
@@ -116,6 +114,7 @@ class Engine:
             optimizer_bytes=self.optimizer.state_bytes,
             activations_bytes=activations_bytes,
             buffers_bytes=sum(t.numel() * t.element_size() for t in self.parallel.constants()),
+            working_bytes=states.working_bytes,
         )
 
     def save(
@@ -133,24 +132,28 @@ class Engine:
         return extra
 
     def _pieces(self, *, whole: bool) -> list[Piece]:
-        """This rank's boxes. Not `whole`: each logical element on exactly one rank, for saving."""
-        dp = self.mesh[DP]
+        """This rank's boxes. Not `whole`: each logical element on exactly one rank, for saving; `whole`: all that it
+        keeps, for loading."""
         pieces: list[Piece] = []
         for shard in self.optimizer.shards:
-            layout, parameters = shard.bucket.layout, shard.bucket.parameters
-            start, stop = (0, layout.numel) if whole else layout.shard(dp.size, dp.index)
-            pieces += bucket_pieces("parameters", layout, start, parameters[start:stop], owned=not whole)
-            start, stop = max(start, shard.start), min(stop, shard.stop)
-            for kind, memory in shard.states():
-                run = memory[start - shard.start : stop - shard.start]
-                pieces += bucket_pieces(kind, layout, start, run, owned=not whole)
+            bucket = shard.bucket
+            held = [("parameters", bucket.own_parameters), *shard.states()]
+            run = bucket.own if whole else bucket.counted
+            if whole and self.parallel.states.keeps_whole_parameters:
+                pieces += bucket_pieces("parameters", bucket.layout, 0, bucket.parameters, owned=False)
+                held = held[1:]
+            for kind, memory in held:
+                part = memory[run.start - bucket.own.start : run.stop - bucket.own.start]
+                pieces += bucket_pieces(kind, bucket.layout, run.start, part, owned=not whole)
         return pieces
 
 
 def make_mesh(plan: Plan) -> Mesh:
     """This rank's mesh under `plan`, on the process group that torchrun's environment describes."""
     start("cpu" if plan.cluster.backend == "gloo" else "cuda")
-    return Mesh.create(plan.strategy.sizes, kv_replicas=kv_replicas(plan.model, plan.strategy.tp), ledger=Ledger())
+    strategy = plan.strategy
+    replicas = kv_replicas(plan.model, strategy.tp)
+    return Mesh.create(strategy.sizes, kv_replicas=replicas, dp_local=strategy.dp_local, ledger=Ledger())
 
 
 def parallelize(

@@ -145,7 +145,7 @@ def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mi
         with engine.parallel.census() as census:
             loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
         expected_loss = reference.gradients(batches)
-        gradients = _compare_boxes(engine, _gradient_runs(engine), lambda p: p.grad, reference, allowed)
+        gradients = _compare_boxes(engine, engine.parallel.states.gradients(), lambda p: p.grad, reference, allowed)
         yield from (Mismatch("gradient", f"{name} ({at})", *error) for name, *error in gradients)
         stats = engine.update(loss, LEARNING_RATE[kind])
         expected_norm = reference.update()
@@ -153,23 +153,9 @@ def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mi
             error = abs(float(ours) - expected) / max(abs(expected), 1e-30)
             if not error <= tight:
                 yield Mismatch(what, at, error, float(ours) / expected if expected else None)
-        weights = _compare_boxes(engine, _weights(engine), lambda p: p.detach(), reference, tight)
+        weights = _compare_boxes(engine, engine.parallel.states.weights(), lambda p: p.detach(), reference, tight)
         yield from (Mismatch("weight", f"{name} ({at})", *error) for name, *error in weights)
         yield from _compare_with_forecast(engine, census.peak_bytes, at)
-
-
-def _gradient_runs(engine: Engine) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
-    """(placement, flat gradient, elements of it that are final on this rank)."""
-    dp, zero = engine.mesh[DP], engine.plan.strategy.zero
-    for bucket, slot in engine.parallel.states.slots():
-        low, high = bucket.layout.shard(dp.size, dp.index) if zero else (0, bucket.layout.numel)
-        run = slice(max(low - slot.start, 0), max(min(high, slot.stop) - slot.start, 0))
-        yield slot.placement, bucket.gradients[slot.start : slot.stop], run
-
-
-def _weights(engine: Engine) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
-    for bucket, slot in engine.parallel.states.slots():
-        yield slot.placement, bucket.parameters[slot.start : slot.stop], slice(None)
 
 
 def _compare_boxes(
@@ -187,9 +173,9 @@ def _compare_boxes(
         whole = read(parameters[placement.name])
         expected = whole[placement.box.slices].flatten()[run]
         scale = max(float(whole.abs().max()), SMALL * largest, 1e-30)
-        error = float((ours[run] - expected).abs().max()) / scale if expected.numel() else 0.0
+        error = float((ours - expected).abs().max()) / scale if expected.numel() else 0.0
         if not error <= tolerance:
-            yield f"`{placement.name}`", error, _ratio(ours[run], expected)
+            yield f"`{placement.name}`", error, _ratio(ours, expected)
 
 
 def _ratio(ours: torch.Tensor, expected: torch.Tensor) -> float | None:

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import DP, WORLD
+from meshwright.core.axes import WORLD
 from meshwright.core.flat import Segment
 from meshwright.parallel.states import DTYPES, FlatBucket, FlatStates
 
@@ -60,26 +60,24 @@ class Shard:
 
 
 class FlatOptimizer:
-    """Updates the parameters of `states`; with `zero` each dp rank updates its own shard only."""
+    """Updates the parameters of `states`: of every bucket the part that is this rank's own."""
 
-    def __init__(self, states: FlatStates, mesh: Mesh, zero: int, options: OptimizerOptions) -> None:
+    def __init__(self, states: FlatStates, mesh: Mesh, options: OptimizerOptions) -> None:
         self.options = options
         self._states = states
         self._mesh = mesh
         self.step_count = torch.zeros((), dtype=torch.float32, device=mesh.device)
         num_moments = 2 if options.kind == "adamw" else 0
-        self.shards = [self._shard(bucket, zero, num_moments) for bucket in states.buckets]
+        self.shards = [self._shard(bucket, num_moments) for bucket in states.buckets]
 
-    def _shard(self, bucket: FlatBucket, zero: int, num_moments: int) -> Shard:
-        dp, recipe = self._mesh[DP], self._states.recipe
-        own = bucket.layout.shard(dp.size, dp.index)
-        start, stop = own if zero else (0, bucket.layout.numel)
-        values = bucket.parameters[start:stop]
+    def _shard(self, bucket: FlatBucket, num_moments: int) -> Shard:
+        recipe = self._states.recipe
+        start, stop, values = bucket.own.start, bucket.own.stop, bucket.own_parameters
         master = values.to(DTYPES[recipe.master], copy=True) if recipe.master else values
         moments = tuple(
             torch.zeros(stop - start, dtype=DTYPES[recipe.moment], device=values.device) for _ in range(num_moments)
         )
-        counted = tuple(s for s in bucket.layout.segments(*own) if s.owned)
+        counted = tuple(s for s in bucket.layout.segments(bucket.counted.start, bucket.counted.stop) if s.owned)
         segments = bucket.layout.segments(start, stop)
         return Shard(bucket, start, stop, master, moments, segments, counted, recipe.master is not None)
 
@@ -93,12 +91,14 @@ class FlatOptimizer:
         """Take the parameters' values over into the master copies (after initialisation or loading)."""
         for shard in self.shards:
             if shard.has_master:
-                shard.master.copy_(shard.bucket.parameters[shard.start : shard.stop])
+                shard.master.copy_(shard.bucket.own_parameters)
 
     @torch.no_grad()
     def norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Global gradient norm, and `loss` summed over all ranks, in one all-reduce of two float64."""
-        pieces = [s.bucket.gradients[g.start : g.stop] for s in self.shards for g in s.norm_segments]
+        pieces = [
+            s.bucket.own_gradients[g.start - s.start : g.stop - s.start] for s in self.shards for g in s.norm_segments
+        ]
         squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         for piece in pieces:
             squares[0] += _sum_of_squares(piece)
@@ -114,10 +114,10 @@ class FlatOptimizer:
         divisor = self._clip_divisor(norm)
         self.step_count += 1
         for shard in self.shards:
-            gradients = shard.bucket.gradients[shard.start : shard.stop].to(shard.master.dtype)
+            gradients = shard.bucket.own_gradients.to(shard.master.dtype)
             update(shard, gradients, learning_rate, divisor)
             if shard.has_master:
-                shard.bucket.parameters[shard.start : shard.stop].copy_(shard.master)
+                shard.bucket.own_parameters.copy_(shard.master)
 
     def _clip_divisor(self, norm: torch.Tensor) -> torch.Tensor:
         """What gradients are divided by: max(1, (norm + 1e-6) / clip_norm). Stays on the device."""

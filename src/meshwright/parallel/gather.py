@@ -1,0 +1,187 @@
+"""Parameters gathered block by block: ZeRO stage 3, or fully sharded data parallelism.
+
+What it divides: the parameters, over the dp ranks (Rajbhandari et al. 2020 §5.3; Zhao et al. 2023, PyTorch FSDP).
+
+    forward     gather block 0 │ run 0, gather 1 │ run 1, gather 2 │ ...
+    backward    ... │ back through 2, gather 1 │ back through 1, gather 0 │ ...
+
+A block is gathered into the buffer of its pool (`core.flat.Pool`) when its forward, and again when its backward begins;
+`prefetch` blocks ahead are on their way by then. With `keep_gathered` each block has a buffer of its own, and stays
+gathered until the step ends.
+What it needs: that every rank runs all blocks in order. What it costs: phase `gather` in `cost.traffic`, the pool in
+`cost.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.comm.mesh import Mesh
+from meshwright.core.errors import RankError
+from meshwright.core.flat import block_of
+from meshwright.core.strategy import Strategy
+from meshwright.parallel.shards import Started, gather_start
+from meshwright.parallel.states import FlatBucket, FlatStates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """What is gathered as one."""
+
+    name: str
+    buckets: tuple[FlatBucket, ...]
+    buffer: int
+    spans: bool
+    """Other blocks run between its first and its last module: it stays gathered meanwhile."""
+
+
+class Gatherer:
+    """Has each block's parameters there while it runs.
+
+    Attributes:
+        blocks: in forward order; none where parameters are kept whole.
+        most_gathered: the largest number of blocks that were gathered, or on their way, at a time.
+    """
+
+    def __init__(self, model: nn.Module, states: FlatStates, mesh: Mesh, strategy: Strategy) -> None:
+        self._mesh, self._levels = mesh, states.way.scatter
+        self._keeps, self._prefetch = strategy.keep_gathered, strategy.prefetch
+        modules = {} if states.keeps_whole_parameters else _modules(model, states)
+        self.blocks = _blocks(states, modules)
+        self._running: dict[int, Started] = {}
+        self._gathered: set[int] = set()
+        self._passed: list[int] = []
+        order = list(modules.values())
+        index_of = {block.name: index for index, block in enumerate(self.blocks)}
+        self._forward_order = [index_of[name] for name in dict.fromkeys(order)]
+        self._backward_order = [index_of[name] for name in dict.fromkeys(reversed(order))]
+        self._order: Sequence[int] = self._forward_order
+        self.most_gathered = 0
+        for module, name in modules.items():
+            self._hook(module, index_of[name])
+
+    def _hook(self, module: nn.Module, index: int) -> None:
+        def on_output(_: nn.Module, inputs: object, out: torch.Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(lambda grad: self._open(index))
+
+        module.register_forward_pre_hook(lambda _, inputs: self._open(index))
+        module.register_forward_hook(on_output)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward of one micro-batch."""
+        with self._pass(self._forward_order):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of one micro-batch."""
+        with self._pass(self._backward_order):
+            yield
+
+    @contextmanager
+    def _pass(self, order: Sequence[int]) -> Iterator[None]:
+        self._order = order
+        self._passed.clear()
+        yield
+        self._check_order(None)
+        if not self._keeps:
+            self._gathered.clear()
+
+    def release(self) -> None:
+        """Parameters have changed: nothing that was gathered counts any more."""
+        self._gathered.clear()
+
+    def _open(self, index: int) -> None:
+        """Return when block `index` is gathered; whatever ran before it is done, and the next ones are on their way."""
+        if index in self._passed:
+            return
+        self._check_order(index)
+        self._passed.append(index)
+        if not self._keeps:
+            self._gathered = {i for i in self._gathered if self.blocks[i].spans}
+        with self._mesh.ledger.phase("gather"):
+            self._start(index)
+            done = len(self._passed)
+            for ahead in self._order[done : done + self._prefetch]:
+                self._start_ahead(ahead)
+            self._running.pop(index, _DONE).wait()
+        self._gathered.add(index)
+
+    def _start(self, index: int) -> None:
+        if index in self._gathered or index in self._running:
+            return
+        works = [
+            gather_start(b.parameters, b.own_parameters, self._levels, self._mesh) for b in self.blocks[index].buckets
+        ]
+        self._running[index] = _All(works)
+        self.most_gathered = max(self.most_gathered, len(self._gathered) + len(self._running))
+
+    def _start_ahead(self, index: int) -> None:
+        """Unless its memory is still in use."""
+        buffer = self.blocks[index].buffer
+        if all(self.blocks[i].buffer != buffer for i in (*self._gathered, *self._running) if i != index):
+            self._start(index)
+
+    def _check_order(self, index: int | None) -> None:
+        """`index` must be the next block of this pass; None: there must be none."""
+        done = len(self._passed)
+        expected = self._order[done] if done < len(self._order) else None
+        if expected is not None and index != expected:
+            run = "forward" if self._order is self._forward_order else "backward"
+            raise RankError(
+                f"rank {self._mesh.rank}: block `{self.blocks[expected].name}` was skipped in {run}; with zero=3 all "
+                f"ranks gather its parameters together, so every rank must run every block, in order"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _All:
+    works: Sequence[Started] = ()
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+_DONE = _All()
+
+
+def _modules(model: nn.Module, states: FlatStates) -> dict[nn.Module, str]:
+    """Module whose forward needs a block → the block's name, in the order in which modules run.
+
+    Of a layer the whole layer; of the model's ends each module that has parameters.
+    """
+    layers = {f"layers.{name}": layer for name, layer in model.layers.items()}
+    block_of_leaf = {
+        module: block_of(placement)
+        for placement in states.placements
+        for module, _ in states.owners.get(placement.name, ())
+    }
+    found = {}
+    for module in model.modules():
+        block = block_of_leaf.get(module)
+        if block is not None:
+            found[layers.get(block, module)] = block
+    return found
+
+
+def _blocks(states: FlatStates, modules: dict[nn.Module, str]) -> tuple[Block, ...]:
+    pool, order = states.parameter_pool, list(modules.values())
+    if pool is None:
+        return ()
+    return tuple(
+        Block(
+            name,
+            tuple(bucket for bucket in states.buckets if bucket.layout.block == name),
+            pool.buffer_of[name],
+            spans=len(set(order[order.index(name) : len(order) - order[::-1].index(name)])) > 1,
+        )
+        for name in dict.fromkeys(order)
+    )
