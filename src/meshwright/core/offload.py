@@ -1,0 +1,160 @@
+"""What leaves a device between its uses: which tensors, in which groups, and the count of bytes that pass.
+
+A rank's part of a bucket is cut into groups. Tiers keep groups; an update takes one after the other:
+
+    read     | 0 | 1 | 2 | 3 | 4 |            three working buffers: one group comes in,
+    compute      | 0 | 1 | 2 | 3 | 4 |        one is computed,
+    write            | 0 | 1 | 2 | 3 | 4 |    one goes out
+
+Read by the runtime (`parallel.offload`) and by the forecasts (`cost.offload`). Sources: Ren et al. 2021 §4
+(ZeRO-Offload), Rajbhandari et al. 2021 §5.2, §6.2 (ZeRO-Infinity).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.core.errors import InputError
+from meshwright.core.flat import Segment
+from meshwright.core.precision import DTYPE_BYTES, NUM_MOMENTS, Recipe
+from meshwright.core.sharding import Range
+from meshwright.core.strategy import Offload, Tier
+
+NUM_WORKING_BUFFERS = 3
+GROUP_NUMEL = 2**20
+"""Elements of a group: 4 MiB of fp32 in one read or write."""
+BLOCK_BYTES = 4096
+"""Groups begin on a multiple of it in a file, so that no two share a block."""
+CUT_NUMEL = 64
+"""A run of elements is cut at multiples of it only. Kernels round the last few elements of a run, those that fill no
+vector, in another way; so the same elements must be the last ones, or the update is not the same to the bit."""
+NUM_SYNCHRONOUS_STEPS = 40
+"""Steps before the delayed update begins: early on, gradients change too fast to be late (Ren et al. 2021 §5.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One kind of tensor on a tier, and what an update does with it."""
+
+    kind: str
+    """master, moment1, moment2, gradients or parameters; as checkpoints name them."""
+    tier: Tier
+    dtype: str
+    is_read: bool
+    is_written: bool
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+def stored_kinds(recipe: Recipe, optimizer: str, offload: Offload) -> tuple[Stored, ...]:
+    """What is kept on tiers instead of the device.
+
+    A delayed update must not touch the parameters that the step beside it computes with. So it has a master copy also
+    where the recipe has none, and a copy of the gradients, both on the optimizer's tier.
+
+    Args:
+        recipe: dtype of each copy.
+        optimizer: a key of NUM_MOMENTS.
+        offload: which kinds, and where to.
+
+    Raises InputError for a delayed update of an optimizer that is not offloaded.
+    """
+    if offload.delayed and offload.optimizer == "none":
+        raise InputError("offload: delayed needs the optimizer offloaded: set optimizer to cpu or disk")
+    found: list[Stored] = []
+    if offload.optimizer != "none":
+        if recipe.master or offload.delayed:
+            found.append(Stored("master", offload.optimizer, recipe.master or recipe.parameter, True, True))
+        moments = (f"moment{i + 1}" for i in range(NUM_MOMENTS[optimizer]))
+        found += [Stored(kind, offload.optimizer, recipe.moment, True, True) for kind in moments]
+    gradients = offload.optimizer if offload.delayed and offload.gradients == "none" else offload.gradients
+    if gradients != "none":
+        found.append(Stored("gradients", gradients, recipe.gradient, True, False))
+    if offload.parameters != "none":
+        is_master = not any(each.kind == "master" for each in found)
+        found.append(Stored("parameters", offload.parameters, recipe.parameter, is_master, not offload.delayed))
+    return tuple(found)
+
+
+def cut_groups(segments: Sequence[Segment], start: int, stop: int, group_numel: int = GROUP_NUMEL) -> tuple[Range, ...]:
+    """Cut bucket elements [start, stop) into groups of at most `group_numel`, which follow one another without gaps.
+
+    A segment is cut at multiples of CUT_NUMEL from its own start only, so that an update of the groups is that of the
+    whole, to the bit.
+
+    Args:
+        segments: runs within [start, stop) that the update treats alike, in order.
+
+    Raises InputError for groups smaller than CUT_NUMEL.
+    """
+    if group_numel < CUT_NUMEL:
+        raise InputError(f"groups of {group_numel} elements: at least {CUT_NUMEL} are needed")
+    edges = [start]
+    while edges[-1] + group_numel < stop:
+        limit = edges[-1] + group_numel
+        inside = next((s for s in segments if s.start < limit < s.stop), None)
+        edges.append(limit if inside is None else limit - (limit - inside.start) % CUT_NUMEL)
+    return tuple(zip(edges, [*edges[1:], stop], strict=True)) if start < stop else ()
+
+
+@dataclass(slots=True)
+class TierRow:
+    """Sum over the transfers of one kind of tensor."""
+
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(slots=True)
+class TierTraffic:
+    """What one rank reads from a tier and writes to it, by kind. Padding to whole blocks does not count."""
+
+    rows: dict[str, TierRow] = field(default_factory=dict)
+
+    def add_reads(self, kind: str, num_bytes: int, count: int = 1) -> None:
+        """Record `count` reads of `num_bytes` together. Reading nothing is no read."""
+        if num_bytes:
+            row = self.rows.setdefault(kind, TierRow())
+            row.reads += count
+            row.read_bytes += num_bytes
+
+    def add_writes(self, kind: str, num_bytes: int, count: int = 1) -> None:
+        """Likewise of writes."""
+        if num_bytes:
+            row = self.rows.setdefault(kind, TierRow())
+            row.writes += count
+            row.written_bytes += num_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(row.read_bytes for row in self.rows.values())
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(row.written_bytes for row in self.rows.values())
+
+
+def working_set_bytes(stored: Sequence[Stored], groups: Sequence[Range]) -> int:
+    """Memory of an update's working buffers: NUM_WORKING_BUFFERS times the largest group, of all kinds it streams."""
+    largest = max((stop - start for start, stop in groups), default=0)
+    return NUM_WORKING_BUFFERS * largest * sum(each.element_bytes for each in streamed(stored))
+
+
+def streamed(stored: Sequence[Stored]) -> tuple[Stored, ...]:
+    """Those that an update reads or writes."""
+    return tuple(each for each in stored if each.is_read or each.is_written)
+
+
+def tier_bytes(stored: Sequence[Stored], groups: Sequence[Range]) -> dict[Tier, int]:
+    """Tier → bytes that a rank takes there; on disk every group fills whole blocks."""
+    total: Counter[Tier] = Counter()
+    for each in stored:
+        block = BLOCK_BYTES if each.tier == "disk" else 1
+        total[each.tier] += sum(-(-(stop - start) * each.element_bytes // block) * block for start, stop in groups)
+    return dict(total)
