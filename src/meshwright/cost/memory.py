@@ -51,7 +51,7 @@ def memory(
         gradients_bytes=held(2) * recipe.gradient_bytes,
         optimizer_bytes=held(1) * state_bytes,
         activations_bytes=activations_bytes(model, job, strategy, at[PP]),
-        buffers_bytes=_tables_bytes(model, job, strategy),
+        buffers_bytes=tables_bytes(model, job, strategy),
         working_bytes=working_bytes(buckets, strategy),
     )
 
@@ -113,7 +113,7 @@ def _one_micro_batch(
     )
 
 
-def _tables_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
+def tables_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
     """Rotary tables: cosines of every head dim, sines of half of them, per position."""
     if model.positions != "rope":
         return 0
