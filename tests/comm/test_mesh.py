@@ -38,6 +38,35 @@ def test_key_value_replicas_are_neighbours():
     assert m.axis_groups({"pp": 1, "dp": 1, "tp": 8}, 4)["tp_kv"] == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+def test_a_data_parallel_group_is_cut_by_nodes():
+    """Two nodes of 4 ranks, tp inside: each dp group has two ranks on each node."""
+    groups = m.axis_groups({"pp": 1, "dp": 4, "tp": 2}, dp_local=2)
+    assert groups["dp"] == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert groups["dp_node"] == ((0, 2), (4, 6), (1, 3), (5, 7))
+    assert groups["dp_across"] == ((0, 4), (2, 6), (1, 5), (3, 7))
+
+
+@pytest.mark.parametrize("local", [None, 1, 2, 3, 6])
+def test_node_groups_and_groups_across_meet_in_one_rank(local):
+    """Together they span the dp group; on one node, or one rank to a node, one of them is the dp group itself."""
+    groups = m.axis_groups({"pp": 2, "dp": 6, "tp": 2}, dp_local=local)
+    assert len(groups["dp_across"][0]) * len(groups["dp_node"][0]) == 6
+    for line in groups["dp"]:
+        inside = [set(part) for part in groups["dp_node"] if set(part) <= set(line)]
+        across = [set(part) for part in groups["dp_across"] if set(part) <= set(line)]
+        assert set().union(*inside) == set().union(*across) == set(line)
+        assert all(len(a & b) == 1 for a in inside for b in across)
+    if local in (None, 6):
+        assert groups["dp_node"] == groups["dp"]
+    if local == 1:
+        assert groups["dp_across"] == groups["dp"]
+
+
+def test_nodes_must_divide_dp():
+    with pytest.raises(InputError, match="dp=1 ranks cannot lie evenly on nodes with 2 of them"):
+        m.Mesh.create({}, dp_local=2)
+
+
 def seen(rank: int, world: int, sizes: dict[str, int], kv_replicas: int) -> dict[str, list[int]]:
     """Who answers on each axis."""
     mesh = m.Mesh.create(sizes, kv_replicas=kv_replicas)
@@ -58,6 +87,8 @@ def test_each_axis_reaches_its_ranks(ranks):
     assert answers[6] == {
         "pp": [2, 6],
         "dp": [6],
+        "dp_node": [6],
+        "dp_across": [6],
         "tp": [4, 5, 6, 7],
         "tp_kv": [6, 7],
         "pp_ends": [2, 6],
@@ -150,4 +181,4 @@ def timeouts(rank: int, world: int) -> list[float]:
 
 
 def test_all_groups_keep_the_run_timeout(ranks):
-    assert ranks(timeouts, 4, group_timeout_s=17.0)[0] == [17.0] * 3
+    assert ranks(timeouts, 4, group_timeout_s=17.0)[0] == [17.0] * 4

@@ -26,7 +26,19 @@ from meshwright.comm.transports.base import Transport
 from meshwright.comm.transports.gloo import Gloo
 from meshwright.comm.transports.host import Host
 from meshwright.comm.transports.nccl import Nccl
-from meshwright.core.axes import MESH_ORDER, PP, PP_ENDS, TP, TP_KV, WORLD, coordinates_of, rank_of
+from meshwright.core.axes import (
+    DP,
+    DP_ACROSS,
+    DP_NODE,
+    MESH_ORDER,
+    PP,
+    PP_ENDS,
+    TP,
+    TP_KV,
+    WORLD,
+    coordinates_of,
+    rank_of,
+)
 from meshwright.core.errors import InputError, RankError
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -132,6 +144,7 @@ class Mesh:
         sizes: Mapping[str, int],
         *,
         kv_replicas: int = 1,
+        dp_local: int | None = None,
         ledger: Ledger | None = None,
         shared_memory: bool = True,
     ) -> Mesh:
@@ -140,19 +153,21 @@ class Mesh:
         Args:
             sizes: axis → number of ranks; axes that are left out have one.
             kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
+            dp_local: consecutive ranks of a dp group that share a node (axes `dp_node`, `dp_across`); None: all.
             ledger: where calls are counted; a new one by default.
             shared_memory: CPU ranks of one host reduce and gather through shared memory, not sockets.
 
         Raises:
-            InputError: the product of the sizes is not the number of ranks, or an unknown axis.
+            InputError: the product of the sizes is not the number of ranks, an unknown axis, or an axis that cannot
+                be cut into groups of `kv_replicas` or `dp_local`.
         """
-        full = _checked_sizes(sizes, kv_replicas)
+        full = _checked_sizes(sizes, kv_replicas, dp_local)
         rank, device = (dist.get_rank() if dist.is_initialized() else 0), _device()
         ledger = ledger or Ledger()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         transports: dict[tuple[int, ...], Transport] = {}
         axes = {}
-        for name, lines in axis_groups(full, kv_replicas).items():
+        for name, lines in axis_groups(full, kv_replicas, dp_local).items():
             _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
             group = groups[ranks]
@@ -167,10 +182,13 @@ class Mesh:
             raise InputError(f"`{axis}` is not an axis of the mesh; it has {', '.join(self.axes)}") from None
 
 
-def axis_groups(sizes: Mapping[str, int], kv_replicas: int = 1) -> dict[str, Groups]:
+def axis_groups(sizes: Mapping[str, int], kv_replicas: int = 1, dp_local: int | None = None) -> dict[str, Groups]:
     """Axis → all its groups. Every rank stands in exactly one group of each axis."""
     groups = {axis: _lines(axis, sizes) for axis in MESH_ORDER}
-    groups[TP_KV] = tuple(line[at : at + kv_replicas] for line in groups[TP] for at in range(0, len(line), kv_replicas))
+    local = dp_local or sizes[DP]
+    groups[DP_NODE] = tuple(part for line in groups[DP] for part in _parts(line, local))
+    groups[DP_ACROSS] = tuple(line[at::local] for line in groups[DP] for at in range(local))
+    groups[TP_KV] = tuple(part for line in groups[TP] for part in _parts(line, kv_replicas))
     groups[PP_ENDS] = tuple(part for line in groups[PP] for part in _ends(line))
     groups[WORLD] = (tuple(range(prod(sizes[axis] for axis in MESH_ORDER))),)
     return groups
@@ -185,6 +203,11 @@ def _lines(axis: str, sizes: Mapping[str, int]) -> Groups:
     )
 
 
+def _parts(line: tuple[int, ...], size: int) -> Groups:
+    """Neighbours by `size`."""
+    return tuple(line[at : at + size] for at in range(0, len(line), size))
+
+
 def _ends(line: tuple[int, ...]) -> Groups:
     """First and last stage together; every inner stage by itself."""
     if len(line) < 3:
@@ -192,7 +215,7 @@ def _ends(line: tuple[int, ...]) -> Groups:
     return ((line[0], line[-1]), *((rank,) for rank in line[1:-1]))
 
 
-def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int) -> dict[str, int]:
+def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None) -> dict[str, int]:
     unknown = [axis for axis in sizes if axis not in MESH_ORDER]
     if unknown:
         raise InputError(f"`{unknown[0]}` is not an axis of the mesh; sizes are given for {', '.join(MESH_ORDER)}")
@@ -203,6 +226,8 @@ def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int) -> dict[str, int]
         raise InputError(f"{factors} = {product} ranks, but this run has {world}; start {product} ranks")
     if full[TP] % kv_replicas:
         raise InputError(f"tp={full[TP]} ranks cannot form groups of {kv_replicas} key/value replicas")
+    if dp_local is not None and (dp_local < 1 or full[DP] % dp_local):
+        raise InputError(f"dp={full[DP]} ranks cannot lie evenly on nodes with {dp_local} of them; dp_local divides dp")
     return full
 
 

@@ -18,6 +18,12 @@ PP = "pp"
 MESH_ORDER = (PP, DP, TP)
 """Outermost first."""
 
+DP_NODE = "dp_node"
+"""The ranks of one dp group that lie on the same node."""
+
+DP_ACROSS = "dp_across"
+"""The ranks of one dp group at the same position of every node."""
+
 TP_KV = "tp_kv"
 """The ranks of one tp group that hold a replica of the same key/value heads (kv heads < tp)."""
 
@@ -27,7 +33,7 @@ PP_ENDS = "pp_ends"
 WORLD = "world"
 """All ranks of the run."""
 
-ALL_AXES = (*MESH_ORDER, TP_KV, PP_ENDS, WORLD)
+ALL_AXES = (*MESH_ORDER, DP_NODE, DP_ACROSS, TP_KV, PP_ENDS, WORLD)
 
 
 def rank_of(coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:

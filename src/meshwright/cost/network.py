@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
+from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, TP, TP_KV, WORLD
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.measures import wire_bytes
 from meshwright.core.model import ModelSpec
@@ -96,6 +96,8 @@ def _stride(axis: str, strategy: Strategy) -> int:
         TP: 1,
         TP_KV: 1,
         DP: strategy.tp,
+        DP_NODE: strategy.tp,
+        DP_ACROSS: strategy.tp * strategy.dp_local,
         PP: per_stage,
         PP_ENDS: (strategy.pp - 1) * per_stage,
         WORLD: 1,
