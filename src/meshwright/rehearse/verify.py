@@ -12,7 +12,7 @@ from typing import Literal
 
 from meshwright.core.axes import DP, TP
 from meshwright.core.errors import InputError
-from meshwright.core.measures import TrafficRow
+from meshwright.core.measures import MemoryBreakdown, Traffic, TrafficRow
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
 from meshwright.cost.memory import memory
@@ -53,12 +53,18 @@ def differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
 
 def rank_differences(plan: Plan, record: RankRecord) -> list[Difference]:
     """Everything that is not as forecast on one rank."""
-    return [*_traffic(plan, record), *_memory(plan, record)]
+    held = memory(plan.model, plan.job, plan.strategy, record.coordinates)
+    sent = traffic(plan.model, plan.job, plan.strategy, record.coordinates)
+    return record_differences(held, sent, record)
 
 
-def _traffic(plan: Plan, record: RankRecord) -> Iterator[Difference]:
-    forecast = traffic(plan.model, plan.job, plan.strategy, record.coordinates).rows
-    measured = record.traffic.rows
+def record_differences(held: MemoryBreakdown, sent: Traffic, record: RankRecord) -> list[Difference]:
+    """Everything on one rank that is not as these forecasts say."""
+    return [*_traffic(sent, record), *_memory(held, record)]
+
+
+def _traffic(sent: Traffic, record: RankRecord) -> Iterator[Difference]:
+    forecast, measured = sent.rows, record.traffic.rows
     for key in sorted({*forecast, *measured}):
         rows = [witness.get(key, TrafficRow()) for witness in (forecast, measured)]
         if rows[0] != rows[1]:
@@ -67,8 +73,8 @@ def _traffic(plan: Plan, record: RankRecord) -> Iterator[Difference]:
             yield Difference(record.rank, "traffic", " ".join(key), *pair, unit)
 
 
-def _memory(plan: Plan, record: RankRecord) -> Iterator[Difference]:
-    expected = memory(plan.model, plan.job, plan.strategy, record.coordinates).to_dict()
+def _memory(held: MemoryBreakdown, record: RankRecord) -> Iterator[Difference]:
+    expected = held.to_dict()
     for category, measured in record.memory.to_dict().items():
         allowed = ACTIVATION_TOLERANCE * expected[category] if category == "activations_bytes" else 0
         if abs(measured - expected[category]) > allowed:
