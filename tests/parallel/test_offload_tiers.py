@@ -212,7 +212,7 @@ def test_a_read_that_fails_is_one_line(tmp_path):
     tier = DiskTier(tmp_path, 0)
     tier.allocate("moment1/0", 10_000, torch.float32)
     os.truncate(tier.folder / "moment1.bin", 100)
-    with pytest.raises(InputError, match="moment1.bin: the disk tier failed: it ends at byte 100") as error:
+    with pytest.raises(InputError, match=r"moment1\.bin: the disk tier failed: it ends at byte 100") as error:
         tier.read_start("moment1/0", 0, torch.empty(10_000)).wait()
     one_line(error)
     tier.close()
