@@ -1,4 +1,4 @@
-"""The forecast of offload: which kinds go where, and what they cost; tests/parallel compares it with what is counted."""
+"""The forecast of offload: which kinds go where, and what they cost; tests/parallel compares it with a count."""
 
 import pytest
 

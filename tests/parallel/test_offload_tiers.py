@@ -1,6 +1,7 @@
 """Tiers: what was written is what is read, on real files; what goes wrong is said in one line, and leaves nothing."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -127,10 +128,11 @@ def test_files_go_with_the_object(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_more_than_the_disk_has_is_refused_before_it_is_taken(tmp_path):
+def test_more_than_the_disk_has_is_refused_before_it_is_taken(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path, 0)
     tier.allocate("moment1/0", 1000, torch.float32)
     needed = 2**62
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: pytest.fail("the disk would be full for everybody"))
     with pytest.raises(InputError) as error:
         tier.allocate("moment2/0", needed // 8, torch.float64)
     text = one_line(error)
@@ -250,6 +252,24 @@ def test_many_starters_at_once_find_each_other(tmp_path):
     assert sorted(tmp_path.glob("*/*")) == [folders[rank].path / "lock" for rank in range(8)]
     for folder in folders.values():
         folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_is_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """A sweeper may remove the very file that a starter has just opened."""
+    flock, removed = fcntl.flock, []
+
+    def late(descriptor, how):
+        if not removed:
+            removed.append(next(tmp_path.glob("*/lock")))
+            removed[0].unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    folder = RankFolder(tmp_path, 0)
+    with pytest.raises(InputError, match="in use"):
+        RankFolder(tmp_path, 0, patience_s=0.1)
+    folder.close()
     assert not list(tmp_path.iterdir())
 
 

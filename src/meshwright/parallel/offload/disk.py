@@ -167,7 +167,7 @@ def _buffer(x: torch.Tensor) -> memoryview:
     """The memory of a tensor of the host."""
     if not x.is_cpu:
         raise ValueError(f"the disk tier reads into memory of the host, not of {x.device}")
-    return memoryview(x.detach().view(torch.uint8).numpy())
+    return x.detach().view(torch.uint8).numpy().data
 
 
 def _free_bytes(path: Path) -> int:
