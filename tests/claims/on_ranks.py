@@ -118,7 +118,8 @@ def _gradients(rank: int, world: int) -> dict[str, Any]:
     for name, counts in (("equal", [SEQ_LENGTH] * world), ("unequal", [SEQ_LENGTH, *[2] * (world - 1)])):
         batches = [_one_batch(plan.model.vocab_size, count, seed) for seed, count in enumerate(counts)]
         engine.forward_backward(batches[rank])
-        ours = {placement.name: gradient.clone() for placement, gradient in engine.parallel.states.gradients()}
+        held = engine.parallel.states.gradients()
+        ours = {place.name: gradient.view(place.box.sizes).clone() for place, gradient, _ in held}
         engine.parallel.zero_gradients()
         means = [_reference_gradients(reference, [batch]) for batch in batches]
         averaged = {key: sum(mean[key] for mean in means) / world for key in ours}

@@ -18,6 +18,8 @@ def _case(num_ranks: int, strategy: dict[str, Any], model: dict[str, Any], job: 
     small = {"num_layers": 4, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 48, "vocab_size": 64}
     spec = load_model("llama-3-8b").model_copy(update={**small, **model})
     cluster = local_cluster(num_ranks, Machine(num_cores=2, memory_bytes=2**34))
+    if per_node := strategy.get("ranks_per_node"):
+        cluster = cluster.model_copy(update={"num_nodes": num_ranks // per_node, "devices_per_node": per_node})
     return Strategy(**strategy), spec, cluster, Job(**{"seq_length": 16, "global_batch_size": 12, **job})
 
 
@@ -36,6 +38,27 @@ BROKEN = {
         r"\[3, 2\] for pp=2 and 4 layers",
     ),
     "batch": (2, {"dp": 2, "num_micro_batches": 5}, {}, {}, "= 10 sequences.*12"),
+    "zero-choice": (
+        2,
+        {"dp": 2, "num_micro_batches": 6, "zero": 2, "keep_gathered": True},
+        {},
+        {},
+        "keep_gathered with zero=2, which needs zero=3",
+    ),
+    "kept-offload": (
+        2,
+        {"dp": 2, "num_micro_batches": 6, "zero": 3, "keep_gathered": True, "offload": {"parameters": "cpu"}},
+        {},
+        {},
+        "keep_gathered with offload.parameters=cpu",
+    ),
+    "shard-node": (
+        4,
+        {"dp": 4, "num_micro_batches": 3, "zero": 1, "shard_over": "node", "ranks_per_node": 1},
+        {},
+        {},
+        "shard_over=node with dp=4 and tp=1 on nodes of 1 devices",
+    ),
     "positions": (
         1,
         {"num_micro_batches": 12},

@@ -36,26 +36,26 @@ def gpt2(**changes: Any) -> ModelSpec:
                     "mlp_bias": True, "tied_embeddings": True, "num_kv_heads": 4, **changes})  # fmt: skip
 
 
-def cluster(num_ranks: int) -> ClusterSpec:
-    """CPU ranks of one machine, with round numbers."""
+def cluster(num_ranks: int, num_nodes: int = 1) -> ClusterSpec:
+    """CPU ranks of one machine (or what a plan takes for several), with round numbers."""
     device = Device(
         name="cpu", memory_bytes=10**9, memory_bandwidth_bytes_per_s=1e10, peak_flops_per_s={"fp32": 1e10, "fp64": 5e9}
     )
     link = Link(name="loopback", bandwidth_bytes_per_s=1e9, latency_s=1e-4)
     return ClusterSpec(
-        name="test", num_nodes=1, devices_per_node=num_ranks, device=device, intra_link=link, inter_link=link,
-        backend="gloo",
+        name="test", num_nodes=num_nodes, devices_per_node=num_ranks // num_nodes, device=device,
+        intra_link=link, inter_link=link, backend="gloo",
     )  # fmt: skip
 
 
-def make_job(split: Strategy) -> tuple[ClusterSpec, Job]:
+def make_job(split: Strategy, num_nodes: int = 1) -> tuple[ClusterSpec, Job]:
     """The cluster and the batch that follow from a strategy."""
     batch = split.dp * split.num_micro_batches * split.micro_batch_size
-    return cluster(split.world_size), Job(seq_length=SEQ_LENGTH, global_batch_size=batch)
+    return cluster(split.world_size, num_nodes), Job(seq_length=SEQ_LENGTH, global_batch_size=batch)
 
 
-def make_plan(model: ModelSpec, **strategy: Any) -> Plan:
+def make_plan(model: ModelSpec, num_nodes: int = 1, **strategy: Any) -> Plan:
     """A plan whose batch and cluster follow from the strategy."""
     split = Strategy(**{"precision": "fp64", "bucket_bytes": 4000, "micro_batch_size": 1, **strategy})
-    cluster, job = make_job(split)
+    cluster, job = make_job(split, num_nodes)
     return Plan(model=model, cluster=cluster, job=job, strategy=split)

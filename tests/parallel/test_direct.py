@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.model import ModelSpec
 from meshwright.models.build import build
 from meshwright.parallel.pipeline import MicroBatch
-from meshwright.parallel.states import FlatBucket, GradientSink
+from meshwright.parallel.states import GradientSink
 from meshwright.run.engine import Engine, parallelize
 from tests.parallel.layouts import SEQ_LENGTH, gpt2, llama, make_plan, qwen3
 
@@ -96,7 +96,8 @@ def test_bucket_goes_only_after_its_last_write(
 
         sink.on_written = written
 
-    def launch(bucket: FlatBucket) -> None:
+    def launch(index: int) -> None:
+        bucket = states.buckets[index]
         names = [slot.placement.name for slot in bucket.layout.slots if slot.placement.name in states.sinks]
         at_launch.update({name: writes[name] for name in names})
         during_backward.append(bool(engine.parallel.reducer._waiting))
@@ -104,7 +105,7 @@ def test_bucket_goes_only_after_its_last_write(
     for name, sink in states.sinks.items():
         count(name, sink)
         expected[name] = 3 * sink.num_uses
-    monkeypatch.setattr(engine.parallel.reducer, "_launch", launch)
+    monkeypatch.setattr(engine.parallel.reducer._policy, "launch", launch)
     engine.forward_backward(micro_batches(model, 3))
     assert at_launch == expected
     assert any(during_backward)
@@ -116,4 +117,4 @@ def test_step_without_counted_tokens_leaves_no_old_gradient() -> None:
     batches = micro_batches(model, 2)
     engine.step(batches, 0.0)
     engine.forward_backward([(tokens, torch.full_like(labels, -100)) for tokens, labels in batches])
-    assert all(not gradient.any() for _, gradient in engine.parallel.states.gradients())
+    assert all(not gradient.any() for _, gradient, _ in engine.parallel.states.gradients())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.build import build
@@ -137,13 +137,6 @@ def test_a_layer_that_one_rank_passes_over_keeps_ranks_together(ranks, zero, buc
     plan = run_plan(llama(num_layers=3), batch=4, dp=2, zero=zero, bucket_bytes=bucket_bytes)
     (_, first), (_, second) = ranks(with_unused_layer, 2, plan.to_toml(), (1,))
     assert first == second
-
-
-def test_a_frozen_parameter_is_refused_rather_than_trained():
-    model = plain_model(TIED)
-    model.embedding.weight.requires_grad_(False)
-    with pytest.raises(UnsupportedError, match=r"`embedding.weight` is frozen"):
-        parallelize(model, make_plan(TIED))
 
 
 def with_own_weights(rank: int, world: int, plan: str) -> Boxes:

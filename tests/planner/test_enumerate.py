@@ -22,13 +22,17 @@ def brute_force(model, cluster, job, max_tp):
     for dp, tp, pp, b in product(sizes, sizes, sizes, sizes):
         if dp * tp * pp != world or batch % (dp * b) or tp > max_tp:
             continue
-        for schedule, zero, recompute in product(("gpipe", "1f1b"), (0, 1), ("none", "full")):
-            if (pp == 1 and schedule == "gpipe") or (dp == 1 and zero == 1):
+        choices = product(("gpipe", "1f1b"), range(4), ("all", "node"), ("none", "full"))
+        for schedule, zero, over, recompute in choices:
+            if (pp == 1 and schedule == "gpipe") or (dp == 1 and zero > 0) or (pp > 1 and zero > 1):
+                continue
+            local = cluster.devices_per_node // tp
+            if over == "node" and (zero < 2 or not 1 < local < dp or dp % local):
                 continue
             strategy = Strategy(
                 dp=dp, tp=tp, pp=pp, micro_batch_size=b, num_micro_batches=batch // dp // b, schedule=schedule,
-                zero=zero, recompute=recompute, precision="bf16",
-            )  # fmt: skip
+                zero=zero, shard_over=over, recompute=recompute, precision="bf16",
+            ).on(cluster)  # fmt: skip
             if not violations(strategy, model, cluster, job):
                 found.add(strategy)
     return found
@@ -108,8 +112,8 @@ def test_all_of_a_strategy_can_be_fixed(model, cluster, job):
     ("text", "words"),
     [
         ("dp", "FIELD=VALUE"), ("dp=", "FIELD=VALUE"), ("dp=two", "integer"), ("dp=0", "greater than 0"),
-        ("zero=3", "0 or 1"), ("shcedule=1f1b", "did you mean `schedule`"), ("recompute=some", "'none' or 'full'"),
-        ("layers_per_stage=3,x", "integer"), ("precision=int4", "fp32"),
+        ("zero=4", "0, 1, 2 or 3"), ("shcedule=1f1b", "did you mean `schedule`"),
+        ("recompute=some", "'none' or 'full'"), ("layers_per_stage=3,x", "integer"), ("precision=int4", "fp32"),
     ],
 )  # fmt: skip
 def test_a_bad_fix_is_one_clear_line(text, words):

@@ -31,8 +31,13 @@ def test_shares_of_the_step_add_up(large):
     assert sum(int(share) for share in re.findall(r"(\d+)%", shares)) == pytest.approx(100, abs=4)
 
 
-def test_it_says_why_data_parallel_alone_is_out(large):
-    assert re.search(r"Data parallel alone, nothing fits: the closest, D128 T1 P1 .*? needs [\d.]+ GB", large.plan.why)
+def test_it_says_why_data_parallel_alone_is_not_taken(large):
+    assert re.search(r"Data parallel alone, D128 T1 P1 zero3 .*? is [\d.]+% slower, mostly for", large.plan.why)
+
+
+def test_it_says_why_replicas_are_out(llama_70b, cluster):
+    why = plan(llama_70b, cluster(16, 8), Job(seq_length=4096, global_batch_size=256), {"tp": 4, "pp": 2}).plan.why
+    assert re.search(r"Without ZeRO, nothing fits: the closest, D16 T4 P2 .*? needs [\d.]+ GB", why)
 
 
 def test_it_cites_the_rules_that_hold(large):

@@ -18,6 +18,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.waited_s: dict[str, float] = {}
+        """Phase → seconds that this rank's code stood still for calls it had started: communication that computation
+        did not hide. On CUDA the host does not wait, the stream does, and this stays near zero."""
         self.current_phase = "other"
 
     @contextmanager
@@ -38,6 +41,15 @@ class Ledger:
     def record(self, primitive: str, axis: str, payload_bytes: int, size: int) -> None:
         """Count one call over `size` ranks; payloads as in :func:`meshwright.core.measures.wire_bytes`."""
         self.traffic.add(primitive, axis, self.current_phase, payload_bytes, size)
+
+    def record_wait(self, phase: str, seconds: float) -> None:
+        """Add to what was waited in a phase."""
+        self.waited_s[phase] = self.waited_s.get(phase, 0.0) + seconds
+
+    def take_waits(self) -> dict[str, float]:
+        """Seconds waited by phase since the last call; counting starts anew."""
+        taken, self.waited_s = self.waited_s, {}
+        return taken
 
     def take(self) -> Traffic:
         """What was counted since the last call; counting starts anew."""

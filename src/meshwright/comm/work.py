@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 from meshwright.comm.mesh import Axis, brief
 from meshwright.comm.transports.base import Handle
@@ -12,10 +13,11 @@ from meshwright.core.errors import RankError
 class Work:
     """A started call. Its tensors may be read, changed or freed after `wait` only."""
 
-    __slots__ = ("_axis", "_handle", "_primitive")
+    __slots__ = ("_axis", "_handle", "_phase", "_primitive")
 
     def __init__(self, handle: Handle | None, primitive: str, axis: Axis) -> None:
         self._handle, self._primitive, self._axis = handle, primitive, axis
+        self._phase = axis.ledger.current_phase
 
     def wait(self) -> None:
         """Return when the result is there; on CUDA, when the current stream will see it.
@@ -26,10 +28,12 @@ class Work:
         handle, self._handle = self._handle, None
         if handle is None:
             return
+        began_s = perf_counter()
         try:
             handle.wait()
         except RuntimeError as error:
             raise _lost(self._primitive, self._axis, error) from error
+        self._axis.ledger.record_wait(self._phase, perf_counter() - began_s)
 
 
 def begin(primitive: str, axis: Axis, post: Callable[[], Handle]) -> Work:

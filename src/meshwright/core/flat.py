@@ -13,7 +13,7 @@ Where ZeRO leaves only a shard of a bucket on a rank, the whole bucket exists in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.model import ModelSpec
@@ -62,12 +62,12 @@ class Bucket:
         size = self.numel // dp
         return index * size, (index + 1) * size
 
-    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """The part of [start, stop) that holds parameters, cut where treatment changes."""
+    def segments(self, start: int, stop: int, frozen: Container[str] = ()) -> tuple[Segment, ...]:
+        """The part of [start, stop) that holds parameters, cut where treatment changes; without the `frozen` names."""
         merged: list[Segment] = []
         for slot in self.slots:
             low, high = max(start, slot.start), min(stop, slot.stop)
-            if low >= high:
+            if low >= high or slot.placement.name in frozen:
                 continue
             decay, owned = slot.placement.decay, slot.placement.owned
             last = merged[-1] if merged else None

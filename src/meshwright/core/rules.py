@@ -13,7 +13,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.strategy import Strategy
+from meshwright.core.strategy import Offload, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,33 @@ def _positions(c: Case) -> str | None:
     return f"seq_length={length} is more than the {limit} learned positions of `{c.model.name}`"
 
 
+def _zero_choices(c: Case) -> str | None:
+    s = c.strategy
+    for name, is_set, needed in (
+        ("shard_over=node", s.shard_over == "node", 1),
+        ("offload.gradients", s.offload.gradients != "none", 2),
+        ("offload.parameters", s.offload.parameters != "none", 3),
+        ("keep_gathered", s.keep_gathered, 3),
+        (f"prefetch={s.prefetch}", s.prefetch != 1, 3),
+    ):
+        if is_set and s.zero < needed:
+            return f"{name} with zero={s.zero}, which needs zero={needed}{' or more' if needed < 3 else ''}"
+    return None
+
+
+def _kept_offload(c: Case) -> str | None:
+    tier = c.strategy.offload.parameters
+    return f"keep_gathered with offload.parameters={tier}" if c.strategy.keep_gathered and tier != "none" else None
+
+
+def _node(c: Case) -> str | None:
+    s, per_node = c.strategy, c.cluster.devices_per_node
+    within = c.cluster.num_nodes == 1 or per_node % (s.dp * s.tp) == 0
+    if s.shard_over == "all" or within or 1 < s.dp_local < s.dp:
+        return None
+    return f"shard_over=node with dp={s.dp} and tp={s.tp} on nodes of {per_node} devices"
+
+
 RULES = (
     Rule("world", "dp × tp × pp = number of devices", "every device runs exactly one rank", _world),
     Rule(
@@ -132,6 +159,25 @@ RULES = (
         "every sequence of the batch is trained on exactly once",
         _batch,
     ),
+    Rule(
+        "zero-choice",
+        "shard_over=node needs zero=1 or more, offloaded gradients zero=2 or more, keep_gathered, prefetch and "
+        "offloaded parameters zero=3",
+        "only what is divided over dp can be divided otherwise, gathered ahead, kept or moved away",
+        _zero_choices,
+    ),
+    Rule(
+        "kept-offload",
+        "parameters are either kept gathered or offloaded",
+        "a kept block fills the memory that offloading is to free",
+        _kept_offload,
+    ),
+    Rule(
+        "shard-node",
+        "with shard_over=node every node holds several ranks of each dp group, equally many",
+        "the ranks of a node share one copy",
+        _node,
+    ),
     Rule("positions", "seq_length is at most the learned positions", "there is no row for later positions", _positions),
 )
 
@@ -154,7 +200,14 @@ def check(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) 
 
 
 def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Strategy | None:
-    """The legal strategy that changes degrees and micro-batch least (sum of larger over smaller, less 1), or None."""
+    """The legal strategy that changes degrees and micro-batch least (sum of larger over smaller, less 1), or None.
+
+    Choices around ZeRO are given up only where nothing is legal with them.
+    """
+
+    plain = strategy.model_copy(
+        update={"shard_over": "all", "keep_gathered": False, "prefetch": 1, "offload": Offload()}
+    )
 
     def distance(other: Strategy) -> float:
         pairs = (
@@ -165,7 +218,11 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
         )
         return sum(max(a, b) / min(a, b) - 1 for a, b in pairs)
 
-    return min(_legal_degrees(strategy, model, cluster, job), key=distance, default=None)
+    for choices in (strategy, plain):
+        near = min(_legal_degrees(choices, model, cluster, job), key=distance, default=None)
+        if near is not None:
+            return near
+    return None
 
 
 def divisors(n: int) -> list[int]:
@@ -186,6 +243,6 @@ def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, j
         keep = strategy.layers_per_stage if degrees[PP] == strategy.pp else None
         for micro in divisors(per_rank) if rest == 0 else ():
             batch = {"micro_batch_size": micro, "num_micro_batches": per_rank // micro}
-            other = strategy.model_copy(update={**degrees, **batch, "layers_per_stage": keep})
+            other = strategy.model_copy(update={**degrees, **batch, "layers_per_stage": keep}).on(cluster)
             if not violations(other, model, cluster, job):
                 yield other

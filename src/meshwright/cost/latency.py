@@ -20,12 +20,14 @@ from itertools import accumulate
 
 from meshwright.core.axes import PP
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
 from meshwright.core.measures import StepTime, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.program import Kind
+from meshwright.core.schedule import StageTimes, find_schedule
+from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import stage_flops
 from meshwright.cost.network import boundary_link, flat_s, route
@@ -57,6 +59,8 @@ class StageCosts:
     after: tuple[Term, ...]
     """Scalar reductions and the gather of updated parameters; nothing hides them."""
     optimizer: tuple[Term, ...]
+    num_reducing: int = 1
+    """Backwards of a step that reduce: the last one, or with ZeRO-2 and 3 each."""
 
     @cached_property
     def forward_s(self) -> float:
@@ -69,8 +73,9 @@ class StageCosts:
     @cached_property
     def exposed_reduction_s(self) -> float:
         """Gradient reduction beyond the overlap window. The last bucket is complete only when backward ends."""
-        reduction_s, share = total_s(self.reduction), 1 / max(1, self.num_reductions)
-        return max(reduction_s - (1 - share) * self.backward_s, share * reduction_s)
+        each_s = total_s(self.reduction) / self.num_reducing
+        share = self.num_reducing / max(1, self.num_reductions)
+        return self.num_reducing * max(each_s - (1 - share) * self.backward_s, share * each_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,15 @@ class StepCosts:
 
     stages: tuple[StageCosts, ...]
     boundaries_s: tuple[float, ...]
+
+    @property
+    def times(self) -> StageTimes:
+        """What a schedule's bound is computed from."""
+        return StageTimes(
+            forward_s=tuple(stage.forward_s for stage in self.stages),
+            backward_s=tuple(stage.backward_s for stage in self.stages),
+            boundaries_s=self.boundaries_s,
+        )
 
     def duration_s(self, kind: Kind, stage: int) -> float:
         """Seconds of one action, as the clock asks for them. ARM and REDUCE take none: :func:`step_time` adds what
@@ -121,23 +135,43 @@ def stage_costs(
         return phases.get(phase, 0.0) / m
 
     recompute = strategy.recompute == "full"
+    forward = (
+        Term("layers", flops.layers / speed),
+        Term("head", flops.head / speed),
+        Term("tensor-parallel reductions", collectives("forward")),
+    )
+    backward = (
+        Term("layers", 2 * flops.layers / speed),
+        Term("head", 2 * flops.head / speed),
+        Term("tensor-parallel reductions", collectives("backward")),
+        Term("recomputation", flops.layers / speed * recompute + collectives("recompute")),
+    )
+    num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
+    forward_gather_s, backward_gather_s = _gathers_s(phases.get("gather", 0.0), strategy)
     return StageCosts(
-        forward=(
-            Term("layers", flops.layers / speed),
-            Term("head", flops.head / speed),
-            Term("tensor-parallel reductions", collectives("forward")),
-        ),
-        backward=(
-            Term("layers", 2 * flops.layers / speed),
-            Term("head", 2 * flops.head / speed),
-            Term("tensor-parallel reductions", collectives("backward")),
-            Term("recomputation", flops.layers / speed * recompute + collectives("recompute")),
-        ),
+        forward=(*forward, _gathering(forward_gather_s, total_s(forward), num_blocks, strategy)),
+        backward=(*backward, _gathering(backward_gather_s, total_s(backward), num_blocks, strategy)),
         reduction=(Term("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
+        num_reducing=m if strategy.zero >= 2 else 1,
         after=tuple(Term(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
         optimizer=(Term("optimizer", optimizer_s(num_parameters, job, strategy, cluster)),),
     )
+
+
+def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
+    """Seconds of gathering a stage's blocks, per forward and per backward of one micro-batch."""
+    if strategy.keep_gathered:
+        return gather_s / strategy.num_micro_batches, 0.0
+    each_s = gather_s / (2 * strategy.num_micro_batches)
+    return each_s, each_s
+
+
+def _gathering(gather_s: float, compute_s: float, num_blocks: int, strategy: Strategy) -> Term:
+    """What gathering adds: all of it, or, where blocks are gathered ahead, the first block and what the others take
+    longer than the blocks that run meanwhile."""
+    hidden_s = min(gather_s, compute_s) * (1 - 1 / num_blocks) if strategy.prefetch else 0.0
+    return Term("parameter gathering", gather_s - hidden_s)
 
 
 def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
@@ -164,12 +198,12 @@ def _seconds_by_phase(model: ModelSpec, strategy: Strategy, cluster: ClusterSpec
 
 def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: ClusterSpec) -> float:
     """Bytes that one update moves, over the memory bandwidth: gradient read, moments and master read and written,
-    parameter written (and read where it is its own master). ZeRO-1 updates a share of 1/dp."""
+    parameter written (and read where it is its own master). ZeRO updates this rank's shard."""
     recipe = strategy.recipe
     moments = NUM_MOMENTS[job.optimizer]
     master = 2 * recipe.master_bytes if recipe.master else recipe.parameter_bytes
     per_element = recipe.sent_gradient_bytes + 2 * moments * recipe.moment_bytes + master + recipe.parameter_bytes
-    share = strategy.dp if strategy.zero else 1
+    share = sharding(strategy).num_shards
     return num_parameters * per_element / share / cluster.device.memory_bandwidth_bytes_per_s
 
 
@@ -180,54 +214,31 @@ def boundaries_s(model: ModelSpec, job: Job, strategy: Strategy, cluster: Cluste
     return tuple(flat_s("send", payload, 2, link, cluster.backend) for link in links)
 
 
+def has_bound(strategy: Strategy) -> bool:
+    """Whether :func:`stage_ends_s` can be asked; where not, the clock must time the program."""
+    return find_schedule(strategy.schedule).further_s is not None
+
+
 def stage_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
     """When each stage ends its last backward, in closed form; the first of them is the pipeline's makespan.
 
-    The way of the first micro-batch, and what the others add at least: a lower bound on what the clock finds, exact
-    for equal stages without transfer time. What a stage adds also delays the stages before it.
+    The way of the first micro-batch, and what the others add at least, which the schedule declares: a lower bound on
+    what the clock finds, exact for equal stages without transfer time. What a stage adds also delays the stages
+    before it.
+
+    Raises UnsupportedError for a schedule that declares no bound.
     """
-    added = accumulate(reversed(_added_s(costs, strategy)), max)
+    further_s = find_schedule(strategy.schedule).further_s
+    if further_s is None:
+        raise UnsupportedError(f"schedule `{strategy.schedule}` declares no bound on its time; simulate it instead")
+    times = costs.times
+    added = accumulate(reversed(further_s(times, strategy.num_micro_batches)), max)
     alone = accumulate(
-        (stage.backward_s + link for stage, link in zip(reversed(costs.stages), _links_after(costs), strict=True)),
-        initial=sum(stage.forward_s for stage in costs.stages) + sum(costs.boundaries_s),
+        (backward_s + link_s for backward_s, link_s in zip(times.backward_s[::-1], times.links_s[::-1], strict=True)),
+        initial=sum(times.forward_s) + sum(times.boundaries_s),
     )
     next(alone)
     return [end + more for end, more in zip(alone, added, strict=True)][::-1]
-
-
-def _links_after(costs: StepCosts) -> list[float]:
-    """Transfer seconds behind each stage, last stage first; behind the last there is none."""
-    return [0.0, *reversed(costs.boundaries_s)]
-
-
-def _added_s(costs: StepCosts, strategy: Strategy) -> list[float]:
-    """Per stage, the seconds that micro-batches after the first add at least before it ends."""
-    further = strategy.num_micro_batches - 1
-    stages, slowest_link = costs.stages, max(costs.boundaries_s, default=0.0)
-    work = [stage.forward_s + stage.backward_s for stage in stages]
-    if strategy.schedule == "naive":
-        return [further * (sum(work) + 2 * sum(costs.boundaries_s))] * len(stages)
-    if strategy.schedule == "gpipe":
-        forward_s = max(slowest_link, *(stage.forward_s for stage in stages))
-        links = _links_after(costs)[::-1]
-        return [further * (forward_s + max(s.backward_s, link)) for s, link in zip(stages, links, strict=True)]
-    trips = accumulate(w + 2 * link for w, link in zip(reversed(work), _links_after(costs), strict=True))
-    held = (_further_1f1b_s(further, n, stage, trip) for n, (stage, trip) in enumerate(zip(stages[::-1], trips), 1))
-    return [max(further * slowest_link, seconds) for seconds in held][::-1]
-
-
-def _further_1f1b_s(further: int, num_held: int, stage: StageCosts, trip_s: float) -> float:
-    """What `further` micro-batches add on a stage that holds at most `num_held` at once.
-
-    `trip_s` is the way of one micro-batch from this stage to the last and back. Two waits bound the time: the first
-    backward and the last one each come a whole trip after their forward, with the other work between; and of every
-    `num_held`-th micro-batch the trip begins when the one before has ended its own.
-    """
-    if further < num_held:
-        return further * max(stage.forward_s, stage.backward_s)
-    between = (further - num_held) * (stage.forward_s + stage.backward_s) + trip_s
-    num_trips, rest = divmod(further, num_held)
-    return max(between, num_trips * trip_s + rest * stage.backward_s)
 
 
 def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> StepTime:

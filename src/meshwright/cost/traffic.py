@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.core.axes import DP, PP, PP_ENDS, TP, TP_KV, WORLD
+from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, TP, TP_KV, WORLD
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -24,6 +24,8 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
     """Axis → ranks in each of its groups; of `pp_ends` the group of the first and the last stage."""
     return {
         **strategy.sizes,
+        DP_NODE: strategy.dp_local,
+        DP_ACROSS: strategy.dp // strategy.dp_local,
         TP_KV: kv_replicas(model, strategy.tp),
         PP_ENDS: min(2, strategy.pp),
         WORLD: strategy.world_size,
@@ -51,7 +53,7 @@ def step_traffic(
     `buckets` are those of the rank, where the caller has them already.
     """
     total = Traffic()
-    total.add("all_reduce", DP, "count", SCALAR_BYTES, strategy.dp)
+    total.add("all_reduce", DP, "count", 2 * SCALAR_BYTES, strategy.dp)
     _data(total, model, strategy, rank_buckets(model, strategy, at) if buckets is None else buckets)
     total.add("all_reduce", WORLD, "norm", 2 * SCALAR_BYTES, strategy.world_size)
     return total

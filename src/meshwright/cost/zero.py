@@ -7,8 +7,8 @@
 | 2 | and gradients | 2·N + 14·N/dp | the same; gradients once per micro-batch |
 | 3 | and parameters | 16·N/dp, and the layer that runs | 3·(dp−1)/dp·N, parameters gathered twice |
 
-Stages 0 and 1 are what runs; :mod:`meshwright.cost.memory` and :mod:`meshwright.cost.traffic` forecast them bucket by
-bucket. Stages 2 and 3 are here to compare with.
+What a plan will hold and send, bucket by bucket and padded, is forecast by :mod:`meshwright.cost.memory` and
+:mod:`meshwright.cost.traffic`.
 
 Source: Rajbhandari et al. 2020 (ZeRO), §5 and table 1 (memory), §7 (communication).
 """

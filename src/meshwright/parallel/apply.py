@@ -54,7 +54,7 @@ class ParallelModel:
         mesh: this rank's mesh, with the strategy's sizes.
 
     Raises:
-        UnsupportedError: a precision that is for forecasts only, or a frozen parameter.
+        UnsupportedError: a precision that is for forecasts only.
         InputError: the model does not fit its spec.
     """
 
@@ -63,15 +63,15 @@ class ParallelModel:
             raise UnsupportedError(
                 f"precision `{strategy.precision}` is for forecasts only; train with bf16 or bf16-16"
             )
-        _refuse_frozen(model)
         self.spec = spec
         self.strategy = strategy
         self.mesh = mesh
         device = mesh.device
+        frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
         tensor.apply(model, spec, mesh[TP])
-        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device)
+        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         direct.apply(self.states)
@@ -164,11 +164,27 @@ class ParallelModel:
         return loss if self.mesh[TP].index == 0 else torch.zeros_like(loss)
 
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Counted tokens over all dp ranks, float64 scalar. Before the first backward, so that it is exact."""
+        """Counted tokens over all dp ranks, float64 scalar. Before the first backward, so that it is exact.
+
+        Raises InputError where ranks bring different numbers of micro-batches and ZeRO-2 or 3 reduces after each.
+        """
         counted = sum((labels != IGNORE).sum() for _, labels in micro_batches)
-        total = torch.as_tensor(counted, dtype=torch.float64, device=self.mesh.device).clone()
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        total[0], total[1] = counted, len(micro_batches)
         with self.mesh.ledger.phase("count"):
-            return all_reduce(total, self.mesh[DP])
+            all_reduce(total, self.mesh[DP])
+        if self.strategy.zero >= 2 and not total.is_cuda:  # there the host would wait; a rank that is late is named
+            self._check_micro_batches(len(micro_batches), int(total[1]))
+        return total[0]
+
+    def _check_micro_batches(self, own: int, together: int) -> None:
+        dp = self.mesh[DP].size
+        if own * dp != together:
+            raise InputError(
+                f"rank {self.mesh.rank} has {own} micro-batches in this step, its {dp} dp ranks together {together}; "
+                f"with zero={self.strategy.zero} every rank needs equally many, because gradients are reduced after "
+                f"each: give a rank that has no more data one whose labels are all {IGNORE}"
+            )
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -186,12 +202,6 @@ class ParallelModel:
         self.states.zero_gradients()
         self.reducer.start_step()
         self._pending_reduction = False
-
-
-def _refuse_frozen(model: nn.Module) -> None:
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise UnsupportedError(f"parameter `{frozen[0]}` is frozen; training a part of a model is not there yet")
 
 
 def _is_meta(model: nn.Module) -> bool:

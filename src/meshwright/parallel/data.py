@@ -68,6 +68,8 @@ class GradientReducer:
     def _bind(self, index: int, bucket: FlatBucket, slot: Slot) -> None:
         name = slot.placement.name
         parameter, view = self._states.parameters[name], bucket.view(bucket.gradients, slot)
+        if name in self._states.frozen:
+            return
         if (sink := self._states.sinks.get(name)) is not None:
             sink.on_written = lambda: self._ready(index)
             return
@@ -97,6 +99,8 @@ class GradientReducer:
 
     def _num_writes(self, slot: Slot) -> int:
         """How often one backward reports this gradient: autograd once, sinks for every layer that writes."""
+        if slot.placement.name in self._states.frozen:
+            return 0
         sink = self._states.sinks.get(slot.placement.name)
         return 1 if sink is None else sink.num_uses
 
@@ -199,7 +203,8 @@ class _Shards:
         sinks, name = self._states.sinks, slot.placement.name
         if name not in sinks:
             sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), 1)
-            self._states.parameters[name].register_post_accumulate_grad_hook(lambda leaf: _move(leaf, sinks[name]))
+            if name not in self._states.frozen:
+                self._states.parameters[name].register_post_accumulate_grad_hook(lambda leaf: _move(leaf, sinks[name]))
         return sinks[name]
 
     def start_step(self) -> None:

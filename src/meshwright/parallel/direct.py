@@ -38,10 +38,11 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grads = grad.reshape(-1, grad.shape[-1])
         grad_x = (grads @ weight).view_as(x) if needs_x else None
-        ctx.sink.add_product(grads, x.reshape(-1, x.shape[-1]))
+        if needs_weight:
+            ctx.sink.add_product(grads, x.reshape(-1, x.shape[-1]))
         return grad_x, None, grads.sum(0) if needs_bias else None, None
 
 

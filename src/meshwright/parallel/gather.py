@@ -61,6 +61,8 @@ class Gatherer:
         self._forward_order = [index_of[name] for name in dict.fromkeys(order)]
         self._backward_order = [index_of[name] for name in dict.fromkeys(reversed(order))]
         self._order: Sequence[int] = self._forward_order
+        self._comes_back: set[int] = set()
+        """Blocks that backward goes through: not those in front of the first trained parameter."""
         self.most_gathered = 0
         for module, name in modules.items():
             self._hook(module, index_of[name])
@@ -68,6 +70,7 @@ class Gatherer:
     def _hook(self, module: nn.Module, index: int) -> None:
         def on_output(_: nn.Module, inputs: object, out: torch.Tensor) -> None:
             if out.requires_grad:
+                self._comes_back.add(index)
                 out.register_hook(lambda grad: self._open(index))
 
         module.register_forward_pre_hook(lambda _, inputs: self._open(index))
@@ -82,7 +85,7 @@ class Gatherer:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward of one micro-batch."""
-        with self._pass(self._backward_order):
+        with self._pass([index for index in self._backward_order if index in self._comes_back]):
             yield
 
     @contextmanager

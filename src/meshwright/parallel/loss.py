@@ -22,7 +22,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, axis: Axis) -> torch.Tensor:
         # The head's output is saved by nobody, so its memory is reused: logits → exp → gradient.
-        p = logits.detach() if logits.dtype != torch.bfloat16 else logits.detach().float()
+        p = logits.detach().float() if logits.dtype.itemsize < 4 else logits.detach()
         top = all_reduce(p.amax(dim=-1), axis, op="max")
         valid = labels != IGNORE
         local = labels - first
@@ -48,7 +48,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, first: int, axis: Axis) -> torch.Tensor:
     """Sum of the losses of all counted tokens, identical on every rank of `axis`.
 
-    The memory of `logits` is overwritten. Statistics are taken in fp32 under bf16.
+    The memory of `logits` is overwritten. 16-bit logits: all of it is computed in fp32.
 
     Args:
         logits: [.., V/t], this rank's slice of the vocabulary, starting at row `first`.

@@ -16,22 +16,25 @@ from meshwright.comm.ledger import Ledger
 
 
 class _Recompute(torch.autograd.Function):
-    """Runs `layer` without a graph; backward runs it again with one. Parameters collect their gradients there."""
+    """Runs `layer` without a graph; backward runs it again with one. Parameters collect their gradients there.
+
+    `anchor` is any tensor that requires a gradient: an input that does not (behind frozen layers) has a backward too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module, ledger: Ledger) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: nn.Module, ledger: Ledger) -> torch.Tensor:
         ctx.layer, ctx.ledger = layer, ledger
         ctx.save_for_backward(x)
         with torch.no_grad():
             return layer(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad(), ctx.ledger.phase("recompute"):
             y = ctx.layer(x)
         torch.autograd.backward(y, grads[0])
-        return x.grad, None, None
+        return x.grad, None, None, None
 
 
 class Recomputed(nn.Module):
@@ -41,9 +44,13 @@ class Recomputed(nn.Module):
         super().__init__()
         self.layer = layer
         self.ledger = ledger
+        self.anchor = torch.empty(0, requires_grad=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Recompute.apply(x, self.layer, self.ledger) if torch.is_grad_enabled() else self.layer(x)
+        return self._recomputed(x) if torch.is_grad_enabled() else self.layer(x)
+
+    def _recomputed(self, x: torch.Tensor) -> torch.Tensor:
+        return _Recompute.apply(x, self.anchor, self.layer, self.ledger)
 
 
 def apply(layers: nn.ModuleDict, ledger: Ledger) -> None:

@@ -131,15 +131,23 @@ class FlatStates:
         owners: logical name → the (module, attribute) places that use it.
         sinks: logical name → how its layers write its gradient; the others are left to autograd.
         recipe: dtypes of each copy.
+        frozen: logical names of parameters that are not trained: their gradient is zero, no update changes them.
         way: how buckets are divided over the dp ranks.
         parameter_pool: where blocks are gathered; None where parameters are kept whole.
         gradient_pool: where gradients of sharded buckets are summed up; None where they are kept whole.
     """
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, strategy: Strategy, at: dict[str, int], device: torch.device
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        strategy: Strategy,
+        at: dict[str, int],
+        device: torch.device,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.recipe: Recipe = strategy.recipe
+        self.frozen = frozen
         self.way = sharding(strategy)
         self.placements = placements(spec, strategy, at)
         layouts = held_buckets(self.placements, strategy)
@@ -156,7 +164,8 @@ class FlatStates:
         self.sinks: dict[str, GradientSink] = {}
         self.owners = _owners(model, spec)
         for bucket, slot in self.slots():
-            parameter = nn.Parameter(bucket.view(_alias(bucket.parameters), slot))
+            view = bucket.view(_alias(bucket.parameters), slot)
+            parameter = nn.Parameter(view, requires_grad=slot.placement.name not in frozen)
             self.parameters[slot.placement.name] = parameter
             for module, attribute in self.owners.get(slot.placement.name, ()):
                 module._parameters[attribute] = parameter

@@ -21,7 +21,9 @@ from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import Case, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.schedule import schedules
 from meshwright.core.strategy import Precision, Strategy
+from meshwright.cost.zero import STAGES
 from meshwright.planner.fix import in_words
 
 MAX_STAGE_EXCESS = 1.25
@@ -104,7 +106,7 @@ def _search(
         if reason:
             refused.append(Refusal(first, *reason, whole_degree=True))
             continue
-        for strategy in _choices(first, job, fix):
+        for strategy in _choices(first, job, cluster, fix):
             reason = _reason(Case(strategy, model, cluster, job), ())
             if reason:
                 refused.append(Refusal(strategy, *reason, whole_degree=False))
@@ -129,7 +131,7 @@ def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fi
         "micro_batch_size": size,
         "num_micro_batches": max(1, per_rank // size),
     }
-    return Strategy.model_validate({**values, **fix})
+    return Strategy.model_validate({**values, **fix}).on(cluster)
 
 
 def _reason(case: Case, advice: Sequence[Advice]) -> tuple[str, str] | None:
@@ -141,20 +143,39 @@ def _reason(case: Case, advice: Sequence[Advice]) -> tuple[str, str] | None:
     return next(((id, reason) for id, reason in against if reason is not None), None)
 
 
-def _choices(first: Strategy, job: Job, fix: Mapping[str, Any]) -> Iterator[Strategy]:
+def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Iterator[Strategy]:
     """Every choice at the degrees of `first`. Without a pipeline all schedules are one; at dp=1 so are ZeRO 0 and 1."""
     options: dict[str, Sequence[Any]] = {
         "micro_batch_size": divisors(job.global_batch_size // first.dp),
-        "schedule": ("gpipe", "1f1b") if first.pp > 1 else ("1f1b",),
-        "zero": (0, 1) if first.dp > 1 else (0,),
+        "schedule": _offered_schedules() if first.pp > 1 else (Strategy().schedule,),
+        "zero": _offered_stages(first, fix),
         "recompute": ("none", "full"),
+        "keep_gathered": (False, True) if fix.get("zero") == 3 else (False,),
+        "shard_over": ("all", "node") if 1 < _ranks_on_node(first, cluster) < first.dp else ("all",),
     }
     options |= {name: (fix[name],) for name in options if name in fix}
     for values in product(*options.values()):
         change = dict(zip(options, values, strict=True))
+        if change["shard_over"] == "node" and change["zero"] < 2 and "shard_over" not in fix:
+            continue
         num_micro_batches = job.global_batch_size // first.dp // change["micro_batch_size"]
         if fix.get("num_micro_batches", num_micro_batches) == num_micro_batches:
-            yield first.model_copy(update={**change, "num_micro_batches": num_micro_batches})
+            yield first.model_copy(update={**change, "num_micro_batches": num_micro_batches}).on(cluster)
+
+
+def _offered_stages(first: Strategy, fix: Mapping[str, Any]) -> tuple[int, ...]:
+    """ZeRO stages. Beside a pipeline 2 and 3 communicate once per micro-batch, and are offered only if asked for."""
+    if first.dp == 1:
+        return (0,)
+    return (0, 1) if first.pp > 1 and not any(name in fix for name in ("shard_over", "keep_gathered")) else STAGES
+
+
+def _ranks_on_node(first: Strategy, cluster: ClusterSpec) -> int:
+    return first.model_copy(update={"shard_over": "node"}).on(cluster).dp_local
+
+
+def _offered_schedules() -> tuple[str, ...]:
+    return tuple(name for name, schedule in schedules().items() if schedule.is_offered)
 
 
 def _nothing_legal(

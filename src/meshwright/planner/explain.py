@@ -32,7 +32,9 @@ ALTERNATIVES = (
     Alternative("without pipeline", lambda c, w: c.pp == 1 < w.pp),
     Alternative("with pipeline", lambda c, w: w.pp == 1 < c.pp),
     Alternative("without ZeRO", lambda c, w: c.zero == 0 < w.zero),
-    Alternative("with ZeRO-1", lambda c, w: w.zero == 0 < c.zero),
+    Alternative("with ZeRO-1", lambda c, w: w.zero != 1 == c.zero),
+    Alternative("with ZeRO-2", lambda c, w: w.zero != 2 == c.zero),
+    Alternative("with ZeRO-3", lambda c, w: w.zero != 3 == c.zero),
     Alternative("without recomputation", lambda c, w: c.recompute == "none" and w.recompute == "full"),
     Alternative("with recomputation", lambda c, w: c.recompute == "full" and w.recompute == "none"),
 )

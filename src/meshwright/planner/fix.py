@@ -26,8 +26,17 @@ def parse_fix(texts: Iterable[str]) -> dict[str, Any]:
             raise InputError(f"--fix {text}: write FIELD=VALUE, for example --fix dp=2; fields: {', '.join(FIELDS)}")
         if name in fix:
             raise InputError(f"--fix {text}: `{name}` is already fixed to {fix[name]}")
-        fix[name] = value.split(",") if name == "layers_per_stage" else value
+        fix[name] = _parsed(name, value)
     return check_fix(fix)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Lists with commas; what an offload moves as `optimizer:disk,path:/scratch`."""
+    if name == "layers_per_stage":
+        return text.split(",")
+    if name == "offload":
+        return dict(part.strip().partition(":")[::2] for part in text.split(","))
+    return text
 
 
 def check_fix(fix: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,12 +84,15 @@ class _Held:
 def _held_key(strategy: Strategy, stage: int) -> Key:
     """All that decides what a rank of a stage holds."""
     s = strategy
-    return s.dp, s.tp, s.pp, s.layers_per_stage, s.bucket_bytes, s.precision, stage
+    by_block = s.zero >= 2
+    return s.dp, s.tp, s.pp, s.layers_per_stage, s.bucket_bytes, s.precision, s.tile, by_block, stage
 
 
 def _once_key(strategy: Strategy, stage: int) -> Key:
-    """All that decides what it sends once per step."""
-    return *_held_key(strategy, stage), strategy.zero
+    """All that decides what it sends over dp: once per step, or with ZeRO-2 and 3 per micro-batch."""
+    s = strategy
+    times = s.num_micro_batches if s.zero >= 2 else 1
+    return *_held_key(s, stage), s.zero, s.shard_over, s.ranks_per_node, s.keep_gathered, times
 
 
 class Pricer:
@@ -146,7 +149,8 @@ class Pricer:
 
     def _stage(self, strategy: Strategy, stage: int) -> tuple[Traffic, StageCosts]:
         """Traffic and seconds of a stage: the same for every schedule."""
-        key = (*_once_key(strategy, stage), strategy.micro_batch_size, strategy.num_micro_batches, strategy.recompute)
+        s = strategy
+        key = (*_once_key(s, stage), s.micro_batch_size, s.num_micro_batches, s.recompute, s.prefetch)
         if key not in self._stages:
             held = self._rank_buckets(strategy, stage)
             repeated = micro_batch_traffic(self.model, self.job, strategy, stage)

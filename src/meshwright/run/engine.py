@@ -48,6 +48,8 @@ class Engine:
         self.optimizer = FlatOptimizer(self.parallel.states, mesh, options)
         self.last_traffic = Traffic()
         """What this rank sent in the last step."""
+        self.last_waits_s: dict[str, float] = {}
+        """Phase → seconds of the last step that this rank stood still for communication."""
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, the same whatever the layout."""
@@ -86,7 +88,7 @@ class Engine:
         self.optimizer.update(learning_rate, norm)
         self.parallel.gather_parameters()
         self.parallel.zero_gradients()
-        self.last_traffic = self.mesh.ledger.take()
+        self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
         return StepStats(total, norm)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
@@ -103,6 +105,7 @@ class Engine:
         if not sums:
             raise InputError("evaluate was given no micro-batches; give at least one round")
         self.mesh.ledger.take()
+        self.mesh.ledger.take_waits()
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
 
     def memory(self, activations_bytes: int) -> MemoryBreakdown:

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable
-
 from meshwright.core.errors import InputError, ProgramError
 from meshwright.core.program import Action, Kind, Program
+from meshwright.core.schedule import PipelineSize, Rows, find_schedule
 from meshwright.core.strategy import Strategy
-from meshwright.schedule import orders
 from meshwright.schedule.passes.reductions import add_reductions
 from meshwright.schedule.passes.transfers import add_transfers
 
-Rows = tuple[tuple[Action, ...], ...]
-Order = Callable[[int, int], Rows]
-"""(num_stages, num_micro_batches) → one row of F and B per rank."""
 
-
-def available_orders() -> dict[str, Order]:
-    """Schedule name → order, one per module in `orders/`."""
-    names = sorted(module.name for module in pkgutil.iter_modules(orders.__path__))
-    modules = [importlib.import_module(f"{orders.__name__}.{name}") for name in names]
-    return {module.NAME: module.order for module in modules}
-
-
-def program(name: str, num_stages: int, num_micro_batches: int, reduce: bool = True) -> Program:
+def program(
+    name: str, num_ranks: int, num_micro_batches: int, reduce: bool = True, *, num_chunks: int = 1
+) -> Program:
     """The program of one training step.
 
     Args:
         name: a schedule, such as `naive`, `gpipe` or `1f1b`.
-        num_stages: pipeline stages.
+        num_ranks: pipeline ranks.
         num_micro_batches: micro-batches per step and pipeline.
         reduce: add ARM and REDUCE; False for a step that only accumulates.
+        num_chunks: stages of each rank.
 
     Raises:
-        InputError: no such schedule.
+        InputError: no such schedule, or one that has no chunks.
         ProgramError: a size below 1, or an order that cannot run.
     """
-    found = available_orders()
-    if name not in found:
-        raise InputError(f"schedule `{name}` is not known; choose one of {', '.join(sorted(found))}")
-    _check_sizes(num_stages, num_micro_batches)
-    built = add_transfers(from_rows(name, found[name](num_stages, num_micro_batches)))
+    schedule = find_schedule(name)
+    size = PipelineSize(num_ranks, num_micro_batches, num_chunks)
+    _check_sizes(size)
+    if num_chunks > 1 and not schedule.has_chunks:
+        raise InputError(
+            f"schedule `{name}` puts one stage on a rank, but {num_chunks} chunks are asked for; "
+            "take 1 chunk, or a schedule that has chunks"
+        )
+    built = add_transfers(from_rows(name, schedule.order(size)))
     return add_reductions(built) if reduce else built
 
 
@@ -53,7 +45,7 @@ def build_program(strategy: Strategy) -> Program:
 
 def forward_program(num_stages: int, num_micro_batches: int) -> Program:
     """Forward only, for evaluation; a rank holds one micro-batch's activations at a time."""
-    _check_sizes(num_stages, num_micro_batches)
+    _check_sizes(PipelineSize(num_stages, num_micro_batches))
     rows = tuple(tuple(Action(Kind.F, stage, k) for k in range(num_micro_batches)) for stage in range(num_stages))
     return add_transfers(from_rows("forward", rows))
 
@@ -71,7 +63,8 @@ def from_rows(name: str, rows: Rows) -> Program:
     return Program(name, rows, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches)
 
 
-def _check_sizes(num_stages: int, num_micro_batches: int) -> None:
-    for what, size in (("stages", num_stages), ("micro-batches", num_micro_batches)):
-        if size < 1:
-            raise ProgramError(f"a pipeline of {size} {what}: at least 1 is needed")
+def _check_sizes(size: PipelineSize) -> None:
+    sizes = {"ranks": size.num_ranks, "micro-batches": size.num_micro_batches, "chunks": size.num_chunks}
+    for what, number in sizes.items():
+        if number < 1:
+            raise ProgramError(f"a pipeline of {number} {what}: at least 1 is needed")

@@ -78,7 +78,7 @@ class FlatOptimizer:
             torch.zeros(stop - start, dtype=DTYPES[recipe.moment], device=values.device) for _ in range(num_moments)
         )
         counted = tuple(s for s in bucket.layout.segments(bucket.counted.start, bucket.counted.stop) if s.owned)
-        segments = bucket.layout.segments(start, stop)
+        segments = bucket.layout.segments(start, stop, self._states.frozen)
         return Shard(bucket, start, stop, master, moments, segments, counted, recipe.master is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""One file per schedule. A module here has `NAME` and `order(num_stages, num_micro_batches)`, and no communication.
+"""One file per schedule. A module here declares `SCHEDULE`, a :class:`~meshwright.core.schedule.Schedule`.
 
-The file is the whole price of a schedule: :mod:`meshwright.schedule.build` finds it by its `NAME`.
+The file is the whole price of a schedule: :func:`meshwright.core.schedule.schedules` finds it by its being here.
 """

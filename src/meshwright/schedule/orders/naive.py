@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from meshwright.core.program import Action, Kind
+from meshwright.core.schedule import PipelineSize, Rows, Schedule, StageTimes
 
-NAME = "naive"
 
-
-def order(num_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def order(size: PipelineSize) -> Rows:
     """One rank works at any time. Rows are ranks, time runs right, a backward takes two slots:
 
         r0: F0 .  .  .  B0 B0 F1 .  .  .  B1 B1
@@ -17,5 +16,22 @@ def order(num_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], 
     """
     kinds = (Kind.F, Kind.B)
     return tuple(
-        tuple(Action(kind, stage, k) for k in range(num_micro_batches) for kind in kinds) for stage in range(num_stages)
+        tuple(Action(kind, rank, k) for k in range(size.num_micro_batches) for kind in kinds)
+        for rank in range(size.num_ranks)
     )
+
+
+def further_s(times: StageTimes, num_micro_batches: int) -> list[float]:
+    """Each micro-batch takes the whole way, there and back."""
+    way_s = sum(times.work_s) + 2 * sum(times.boundaries_s)
+    return [(num_micro_batches - 1) * way_s] * len(times.work_s)
+
+
+SCHEDULE = Schedule(
+    name="naive",
+    order=order,
+    is_offered=False,
+    num_slots=lambda size: size.num_micro_batches * size.num_ranks,
+    num_live=lambda size, rank: 1,
+    further_s=further_s,
+)

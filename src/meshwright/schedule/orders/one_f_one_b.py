@@ -5,12 +5,13 @@ Source: Narayanan et al. 2021 (PipeDream-2BW), section 3.2, "PipeDream-Flush"; F
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from meshwright.core.program import Action, Kind
+from meshwright.core.schedule import PipelineSize, Rows, Schedule, StageTimes
 
-NAME = "1f1b"
 
-
-def order(num_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def order(size: PipelineSize) -> Rows:
     """Warm-up min(p−1−r, m) forwards, then pairs of forward and backward, then the backwards that are left.
 
         r0: F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -19,11 +20,45 @@ def order(num_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], 
     Stage r stands on rank r and holds at most min(p−r, m) micro-batches' activations.
     """
 
-    def row(stage: int) -> tuple[Action, ...]:
-        num_warmup = min(num_stages - 1 - stage, num_micro_batches)
-        forwards = [Action(Kind.F, stage, k) for k in range(num_micro_batches)]
-        backwards = [Action(Kind.B, stage, k) for k in range(num_micro_batches)]
+    def row(rank: int) -> tuple[Action, ...]:
+        num_warmup = min(size.num_ranks - 1 - rank, size.num_micro_batches)
+        forwards = [Action(Kind.F, rank, k) for k in range(size.num_micro_batches)]
+        backwards = [Action(Kind.B, rank, k) for k in range(size.num_micro_batches)]
         pairs = [action for pair in zip(forwards[num_warmup:], backwards) for action in pair]
-        return (*forwards[:num_warmup], *pairs, *backwards[num_micro_batches - num_warmup :])
+        return (*forwards[:num_warmup], *pairs, *backwards[size.num_micro_batches - num_warmup :])
 
-    return tuple(row(stage) for stage in range(num_stages))
+    return tuple(row(rank) for rank in range(size.num_ranks))
+
+
+def further_s(times: StageTimes, num_micro_batches: int) -> list[float]:
+    """From the last stage, which holds one micro-batch at once, to the first: each bounds itself.
+
+    A trip is the way of one micro-batch from a stage to the last and back.
+    """
+    further, slowest_link_s = num_micro_batches - 1, max(times.links_s)
+    ways_s = (work + 2 * link for work, link in zip(times.work_s[::-1], times.links_s[::-1], strict=True))
+    stages = zip(times.forward_s[::-1], times.backward_s[::-1], accumulate(ways_s), strict=True)
+    held_s = [_held_up_s(further, num_held, *stage) for num_held, stage in enumerate(stages, 1)]
+    return [max(further * slowest_link_s, seconds) for seconds in held_s][::-1]
+
+
+def _held_up_s(further: int, num_held: int, forward_s: float, backward_s: float, trip_s: float) -> float:
+    """What `further` micro-batches add on a stage that holds at most `num_held` at once.
+
+    Two waits bound the time: the first backward and the last one each come a whole trip after their forward, with the
+    other work between; and of every `num_held`-th micro-batch the trip begins when the one before has ended its own.
+    """
+    if further < num_held:
+        return further * max(forward_s, backward_s)
+    between_s = (further - num_held) * (forward_s + backward_s) + trip_s
+    num_trips, rest = divmod(further, num_held)
+    return max(between_s, num_trips * trip_s + rest * backward_s)
+
+
+SCHEDULE = Schedule(
+    name="1f1b",
+    order=order,
+    num_slots=lambda size: size.num_micro_batches + size.num_ranks - 1,
+    num_live=lambda size, rank: min(size.num_ranks - rank, size.num_micro_batches),
+    further_s=further_s,
+)

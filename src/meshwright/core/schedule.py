@@ -1,0 +1,118 @@
+"""Schedule: what one file of the folder `schedule/orders` declares, and the search for those files.
+
+    schedule/orders/gpipe.py    SCHEDULE = Schedule(name="gpipe", order=order, ...)
+
+The file is the whole price of a schedule: strategies, programs, memory, the planner and the documentation read what
+it declares. Closed forms are a short cut: where a schedule has none, its program is counted and timed instead.
+No schedule is imported here; a file counts by being in the folder.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+
+from meshwright.core.errors import InputError
+from meshwright.core.program import Action
+
+FOLDER = "meshwright.schedule.orders"
+"""The package whose modules each declare a `SCHEDULE`."""
+
+Rows = tuple[tuple[Action, ...], ...]
+"""One row of compute actions per pipeline rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSize:
+    """What a timetable is made for."""
+
+    num_ranks: int
+    """p: pipeline ranks."""
+    num_micro_batches: int
+    """m: per step and pipeline."""
+    num_chunks: int = 1
+    """v: stages of each rank (virtual stages)."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch, where every rank has one stage."""
+
+    forward_s: tuple[float, ...]
+    """Per stage."""
+    backward_s: tuple[float, ...]
+    """Per stage."""
+    boundaries_s: tuple[float, ...]
+    """Transfer over each boundary between two stages, in each direction."""
+
+    @property
+    def work_s(self) -> tuple[float, ...]:
+        """Forward and backward, per stage."""
+        return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @property
+    def links_s(self) -> tuple[float, ...]:
+        """Transfer behind each stage; there is none behind the last."""
+        return (*self.boundaries_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One pipeline schedule. Only `name` and `order` must be there."""
+
+    name: str
+    order: Callable[[PipelineSize], Rows]
+    """Compute actions of each rank; no communication."""
+    has_chunks: bool = False
+    """Whether a rank may hold several stages."""
+    is_offered: bool = True
+    """Whether the planner looks at it unasked."""
+    num_slots: Callable[[PipelineSize], int] | None = None
+    """Makespan on equal stages with free transfers, in units of one forward and backward; None: time the program."""
+    num_live: Callable[[PipelineSize, int], int] | None = None
+    """Micro-batches whose activations a rank holds at its peak; None: count them in the program."""
+    further_s: Callable[[StageTimes, int], Sequence[float]] | None = None
+    """Per stage, the seconds that all micro-batches (their number is given) after the first add at least before the
+    stage ends: a lower bound, so that the planner times few programs. None: it times each."""
+
+
+def schedules() -> dict[str, Schedule]:
+    """Name → schedule, by name, for each file of the folder.
+
+    Raises InputError for a file that declares none, or a name that is taken.
+    """
+    return dict(_declared(tuple(import_module(FOLDER).__path__)))
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of that name. Raises InputError, which lists the names."""
+    found = schedules()
+    if name not in found:
+        raise InputError(f"schedule `{name}` is not known; {choices()}")
+    return found[name]
+
+
+def choices() -> str:
+    """`choose one of 1f1b, gpipe, ...`, for errors."""
+    return f"choose one of {', '.join(schedules())}"
+
+
+@lru_cache(maxsize=8)
+def _declared(folders: tuple[str, ...]) -> dict[str, Schedule]:
+    """What the files in these folders declare; they are read once."""
+    found: dict[str, Schedule] = {}
+    for file in sorted(module.name for module in pkgutil.iter_modules(folders)):
+        schedule = getattr(import_module(f"{FOLDER}.{file}"), "SCHEDULE", None)
+        if not isinstance(schedule, Schedule):
+            raise InputError(f"schedule/orders/{file}.py declares no schedule; write SCHEDULE = Schedule(name=..., ...)")
+        if schedule.name in found:
+            raise InputError(f"schedule/orders/{file}.py: the name `{schedule.name}` is taken; give it another one")
+        found[schedule.name] = schedule
+    return dict(sorted(found.items()))
