@@ -113,6 +113,16 @@ class Result:
     state_bytes: dict[str, int]
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """The peers' optimizer, fused; biases and norms are not decayed."""
+    held = list(parameters)
+    groups = [
+        {"params": [p for p in held if p.ndim > 1], "weight_decay": OPTIONS.weight_decay},
+        {"params": [p for p in held if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=OPTIONS.betas, eps=OPTIONS.eps, fused=True)
+
+
 @dataclass
 class Ddp:
     """DDP beside its floor: the same tensors without the communication."""
@@ -122,15 +132,7 @@ class Ddp:
 
     def __post_init__(self) -> None:
         self.parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.optimizer = self._adamw(self.model.parameters())
-
-    def _adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        held = list(parameters)
-        groups = [
-            {"params": [p for p in held if p.ndim > 1], "weight_decay": OPTIONS.weight_decay},
-            {"params": [p for p in held if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=OPTIONS.betas, eps=OPTIONS.eps, fused=True)
+        self.optimizer = adamw(self.model.parameters())
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
         F.cross_entropy(self.parallel(tokens).flatten(0, 1), labels.flatten()).backward()
@@ -145,7 +147,7 @@ class Ddp:
         for name, parameter in self.model.named_parameters():
             owner, _, attribute = name.rpartition(".")
             setattr(plain.get_submodule(owner), attribute, nn.Parameter(parameter.detach()))
-        optimizer = self._adamw(plain.parameters())
+        optimizer = adamw(plain.parameters())
         for ours, theirs in zip(plain.parameters(), self.model.parameters()):
             optimizer.state[ours] = self.optimizer.state[theirs]
 
@@ -181,10 +183,9 @@ def make_plan(size: Size, ranks: int, zero: int) -> Plan:
     )
 
 
-def our_engine(task: Task, world: mesh.Mesh, zero: int, weights: nn.Module) -> Engine:
+def our_engine(plan: Plan, world: mesh.Mesh, weights: nn.Module, clip: float | None) -> Engine:
     """The engine over a plain model that has the weights of `weights`."""
-    options = OptimizerOptions(betas=OPTIONS.betas, weight_decay=OPTIONS.weight_decay, clip_norm=task.clip)
-    plan = make_plan(task.size, world[WORLD].size, zero)
+    options = OptimizerOptions(betas=OPTIONS.betas, weight_decay=OPTIONS.weight_decay, clip_norm=clip)
     model = build(plan.model, "meta")
     for name, parameter in weights.named_parameters():
         owner, _, attribute = name.rpartition(".")
@@ -207,7 +208,8 @@ def measure(rank: int, ranks: int, meeting_file: str, task: Task) -> Result:
     spec = task.size.spec()
     model = build(spec, "cpu")
     init.initialize(model, spec, SEED)
-    engines = {name: our_engine(task, world, OURS[name], model) for name in task.contenders if name in OURS}
+    plans = {name: make_plan(task.size, ranks, OURS[name]) for name in task.contenders if name in OURS}
+    engines = {name: our_engine(plan, world, model, task.clip) for name, plan in plans.items()}
     ddp = Ddp(model, task.clip)
     steps: dict[str, Step] = {BASE: ddp.step}
     for name, engine in engines.items():
