@@ -44,9 +44,10 @@ def test_a_run_without_steps_is_told(tmp_path):
 
 
 def test_memory_bars_add_up():
-    memory = MemoryBreakdown(1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000, 5_000_000_000)
+    memory = MemoryBreakdown(*(n * 10**9 for n in range(1, 7)))
     figure = memory_figure({"forecast": memory, "measured": memory}, limit_bytes=20_000_000_000)
-    assert [bar.name for bar in figure.data] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
+    names = ["parameters", "gradients", "optimizer", "activations", "buffers", "working"]
+    assert [bar.name for bar in figure.data] == names
     assert sum(bar.x[0] for bar in figure.data) == pytest.approx(memory.total_bytes / 1e9)
     assert figure.layout.barmode == "stack"
     assert figure.layout.shapes[0].x0 == 20

@@ -23,7 +23,7 @@ from meshwright.run.command import print_error, run_command
 
 SUMMARY = "Plan, run and prove the parallel training of transformers."
 
-ORDER = ("demo", "plan", "show", "train", "parity", "verify", "generate", "export")
+ORDER = ("demo", "plan", "show", "train", "parity", "compare", "verify", "generate", "export")
 """How `--help` lists the commands; others follow by name."""
 
 USAGE_ERROR = 2

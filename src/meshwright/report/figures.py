@@ -27,7 +27,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 
 def loss_figure(rows: Sequence[StepMetrics], title: str = "Loss") -> Figure:
     """Training and evaluation loss by step; hovering shows tokens/s, gradient norm and learning rate."""
-    go = _plotly()
+    go = plotly()
     details = [[row.tokens_per_s, row.grad_norm, row.lr, format_time(row.step_time_s)] for row in rows]
     figure = go.Figure()
     figure.add_scatter(
@@ -50,7 +50,7 @@ def loss_figure(rows: Sequence[StepMetrics], title: str = "Loss") -> Figure:
             line={"color": COLOURS[5], "width": 2, "dash": "dot"},
             hovertemplate="%{y:.4f}",
         )
-    _lay_out(figure, title, "steps", "loss per token, nats")
+    lay_out(figure, title, "steps", "loss per token, nats")
     figure.update_layout(hovermode="x unified")
     return figure
 
@@ -66,7 +66,7 @@ def write_loss_figure(run_dir: Path | str) -> Path:
 
 def memory_figure(memories: Mapping[str, MemoryBreakdown], limit_bytes: int | None = None) -> Figure:
     """Stacked bars by category, one per label (a rank, a strategy, a witness); a line at what a device has."""
-    go = _plotly()
+    go = plotly()
     figure = go.Figure()
     labels = list(memories)
     for colour, (category, field) in zip(COLOURS, MEMORY_CATEGORIES.items(), strict=False):
@@ -82,7 +82,7 @@ def memory_figure(memories: Mapping[str, MemoryBreakdown], limit_bytes: int | No
         )
     if limit_bytes is not None:
         figure.add_vline(x=limit_bytes / 1e9, line_dash="dash", annotation_text=f"usable {format_bytes(limit_bytes)}")
-    _lay_out(figure, "Memory of one rank at the peak of a step", "GB", "")
+    lay_out(figure, "Memory of one rank at the peak of a step", "GB", "")
     figure.update_layout(barmode="stack", legend_traceorder="normal")
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -90,7 +90,7 @@ def memory_figure(memories: Mapping[str, MemoryBreakdown], limit_bytes: int | No
 
 def traffic_figure(traffics: Mapping[str, Traffic]) -> Figure:
     """Wire bytes of one rank and step by (phase, primitive, axis), one bar per label (forecast, measured)."""
-    go = _plotly()
+    go = plotly()
     merged: dict[tuple[str, str, str], None] = {}
     for traffic in traffics.values():
         merged.update((key, None) for key, _ in traffic.sorted_rows())
@@ -107,7 +107,7 @@ def traffic_figure(traffics: Mapping[str, Traffic]) -> Figure:
             marker_color=colour,
             hovertemplate=f"{label}: %{{customdata[0]}} in %{{customdata[1]:,}} calls<extra>%{{y}}</extra>",
         )
-    _lay_out(figure, "What one rank sends in a step", "MB", "")
+    lay_out(figure, "What one rank sends in a step", "MB", "")
     figure.update_layout(barmode="group", legend_traceorder="normal")
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure
@@ -121,7 +121,8 @@ def write_figure(figure: Figure, path: Path | str) -> Path:
     return path
 
 
-def _lay_out(figure: Figure, title: str, x: str, y: str) -> None:
+def lay_out(figure: Figure, title: str, x: str, y: str) -> None:
+    """Title, axes, legend and colours of every figure."""
     figure.update_layout(
         title=title,
         xaxis_title=x,
@@ -131,7 +132,7 @@ def _lay_out(figure: Figure, title: str, x: str, y: str) -> None:
     )
 
 
-def _plotly() -> Any:
+def plotly() -> Any:
     """Slow to import, so only drawing pays for it."""
     import plotly.graph_objects as go
 

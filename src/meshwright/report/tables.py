@@ -65,7 +65,7 @@ class _Column:
 class StrategiesTable:
     """Renders as one table, or as two under each other where less than `WIDE` columns are there."""
 
-    WIDE = 110
+    WIDE = 118
 
     def __init__(self, candidates: Sequence[Candidate], title: str) -> None:
         self.candidates = candidates
@@ -80,7 +80,7 @@ class StrategiesTable:
             yield self._rows("Their memory and traffic", [column for column in self.columns if column.detail])
 
     def _rows(self, title: str, columns: Sequence[_Column]) -> Table:
-        table = _table(title)
+        table = plain_table(title)
         table.add_column("#", justify="right", no_wrap=True)
         for column in columns:
             is_name = column.head == "strategy"
@@ -125,7 +125,7 @@ def _strategy_columns(candidates: Sequence[Candidate]) -> list[_Column]:
 
 def memory_table(memories: Mapping[str, MemoryBreakdown], title: str = "Memory at the peak of a step") -> Table:
     """One row per label (a rank, or a witness), one column per category and the total."""
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("")
     for name in (*MEMORY_CATEGORIES, "total"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -136,7 +136,7 @@ def memory_table(memories: Mapping[str, MemoryBreakdown], title: str = "Memory a
 
 def traffic_table(traffic: Traffic, title: str = "What one rank sends in a step") -> Table:
     """One row per (phase, axis, primitive) with calls, payload and wire bytes; the last row is the sum."""
-    table = _table(title)
+    table = plain_table(title)
     for name in ("phase", "axis", "primitive"):
         table.add_column(name)
     for name in ("calls", "payload", "wire"):
@@ -205,7 +205,7 @@ def compare_step_time(
 
 def comparison_table(comparisons: Sequence[Comparison], title: str = "Forecast beside measured") -> Table:
     """One row per quantity: forecast, measured, and how far measured is from forecast."""
-    table = _table(title)
+    table = plain_table(title)
     table.add_column("")
     for name in ("forecast", "measured", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -241,7 +241,8 @@ def _mean(values: Sequence[float]) -> float:
 # ---------------------------------------------------------------- cells
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """An empty table as all of them look."""
     return Table(
         title=title,
         title_justify="left",

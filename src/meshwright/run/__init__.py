@@ -7,5 +7,6 @@ engine        a model under a plan: step, evaluate, save, load
 set_up        before the ranks of a training run: what is refused, the text, the run's folder
 training      one rank of a training run
 parity        a plan's layout on a tiny clone of its model (tiny) beside one process
+compare       one model trained in several ways; what came of each (outcome)
 restore       a trained run as a plain model
 """

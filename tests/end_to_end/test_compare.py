@@ -1,0 +1,105 @@
+"""`meshwright compare` in real ranks: every way is as forecast, and one that isn't is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from meshwright.cli.compare import What, show
+from meshwright.core.record import RankRecord
+from tests.end_to_end import shell
+from tests.end_to_end.shell import Result
+from tests.end_to_end.tiny import TEXT_BYTES, write_config
+from tests.run.outcomes import as_forecast, outcomes
+
+COMMON = ("--seq", 32, "--steps", 4, "--max-text-bytes", TEXT_BYTES, "--learning-rate", 0.01)
+MORE_BYTES = """
+import os
+if "RANK" in os.environ:  # in ranks only
+    from meshwright.core.measures import Traffic
+    add = Traffic.add
+    def one_more(self, primitive, axis, phase, payload_bytes, size, calls=1):
+        import inspect
+        counted = inspect.stack()[1].function == "record" and primitive == "all_gather"
+        add(self, primitive, axis, phase, payload_bytes + 4 * size * counted, size, calls)
+    Traffic.add = one_more
+"""
+
+
+def compare(folder: Path, what: str, *options: object, more: dict[str, str] | None = None) -> Result:
+    """Of the tiny model."""
+    return shell.meshwright("compare", what, "--model", write_config(folder), *COMMON, *options, more=more)
+
+
+@pytest.mark.slow
+def test_all_stages_are_as_forecast(tmp_path: Path) -> None:
+    page, out = tmp_path / "page.html", tmp_path / "kept"
+    done = compare(tmp_path, "zero", "--ranks", 4, "--micro-batches", 2, "--html", page, "--out", out)
+    assert done.status == 0, done.err + done.out
+    rows = [line.split() for line in done.out.splitlines() if line.count("as forecast") == 2]
+    names = ["DataParallel", "zero0", "zero1", "zero2", "zero3", "zero3-kept", "zero3-node"]
+    assert [row[0] for row in rows] == names
+    assert len({row[1] for row in rows}) == 1  # the last loss
+    assert "differs:" not in done.out
+    assert page.stat().st_size > 1_000_000
+    assert all(len(RankRecord.load_all(out / name / "measured")) == 4 for name in names)
+
+
+@pytest.mark.slow
+def test_bytes_that_were_not_forecast_are_named(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(MORE_BYTES)
+    done = compare(tmp_path, "zero", more={"PYTHONPATH": str(tmp_path)})
+    assert done.status == 1, done.err
+    assert "differs: zero1: rank 0: all_gather dp parameters:" in done.out
+    assert "differs: zero0" not in done.out
+
+
+@pytest.mark.slow
+def test_precisions_are_trained_and_drawn(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = compare(tmp_path, "precision", "--precisions", "fp32,bf16", "--html", page)
+    assert done.status == 0, done.err + done.out
+    rows = [line.split() for line in done.out.splitlines() if line.startswith((" fp32 ", " bf16 "))]
+    assert [row[0] for row in rows] == ["fp32", "bf16"]
+    assert abs(float(rows[1][4])) < 0.01
+    assert "bf16" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("step", "status"), [(0, 1), (9, 1), (10, 0)])
+def test_a_loss_that_differs_early_is_named(step: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Later than the tenth step rounding may have moved the weights apart; it is shown, not judged."""
+    losses = [1.0] * 12
+    found = [as_forecast(outcome.trial, losses) for outcome in outcomes()]
+    losses[step] += 1e-4
+    found[3] = as_forecast(found[3].trial, losses)
+    if status:
+        with pytest.raises(typer.Exit) as ended:
+            show(What.ZERO, found, None)
+        assert ended.value.exit_code == status
+    else:
+        show(What.ZERO, found, None)
+    out = capsys.readouterr().out
+    assert ("differs: zero2: loss: 1.0e-04 from zero0 in the first 10 steps, 1e-05 allowed" in out) == bool(status)
+    assert next(line for line in out.splitlines() if line.startswith(" zero2") and "e-04" in line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("zero", "--precision", "fp32,bf16"), "the stages are compared in one precision"),
+        (("precision", "--precisions", "fp32,fp7"), "no precision `fp7`; known: fp32"),
+        (("precision", "--precisions", ","), "known: fp32"),
+        (("zero", "--batch", "3"), "3 sequences cannot be dealt to 2 ranks"),
+        (("zero", "--steps", "2"), "step 3 is the one that is measured"),
+        (("zero", "--model", "no-such-model"), "no model `no-such-model`"),
+        (("precision", "--precision", "bf16-20"), "for forecasts only"),
+    ],
+)
+def test_mistakes_are_one_line(cli: Callable[..., Result], arguments: tuple[str, ...], words: str) -> None:
+    done = cli("compare", *arguments)
+    assert done.status == 1
+    assert done.err.count("\n") == 1
+    assert words in done.err
