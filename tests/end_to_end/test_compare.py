@@ -58,6 +58,18 @@ def test_bytes_that_were_not_forecast_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
+    """In 16 bits without `DataParallel`, which keeps no master copies."""
+    command = [*shell.TORCHRUN, "--nproc-per-node", "2", "-m", "meshwright.cli.main", "compare", "zero"]
+    options = ["--model", write_config(tmp_path), *COMMON, "--precision", "bf16"]
+    refused = shell.run([*map(str, (*command, *options))])
+    assert any("give --out FOLDER" in line for line in refused.errors)
+    done = shell.run([*map(str, (*command, *options, "--out", tmp_path / "out"))])
+    assert done.status == 0, done.err
+    assert done.out.count("as forecast") == 2 * 5
+
+
+@pytest.mark.slow
 def test_precisions_are_trained_and_drawn(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = compare(tmp_path, "precision", "--precisions", "fp32,bf16", "--html", page)

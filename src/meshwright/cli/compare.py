@@ -63,7 +63,9 @@ def compare_command(
     ranks: Annotated[int | None, typer.Option(min=1, help="CPU ranks. Default: zero 2, precision 1.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each. Default: zero 8, precision 60.")] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 64,
-    batch: Annotated[int | None, typer.Option(help="Sequences of one step. Default: 4 per rank.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of one step. Default: 4 per rank and micro-batch.")
+    ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per step and rank.")] = 1,
     precisions: Annotated[
         str | None, typer.Option("--precision", "--precisions", help="One; for precision several, as in fp32,bf16.")
@@ -133,7 +135,7 @@ def _carry_out(
     out = _folder(out, world, stack)
     argv = [*sys.argv[1:], "--out", str(out)]  # the last one counts
     if enter_ranks(argv, ranks, before=lambda: set_up_trials(trials, options, out)) is not None:
-        run_trials(trials, out, _announce)
+        run_trials(trials, options, out, _announce)
     if not is_speaker:
         return None
     run_in_one_process(trials, out, _announce)

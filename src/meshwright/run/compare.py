@@ -146,17 +146,20 @@ class _TrialTraining(Training):
         """No checkpoint."""
 
 
-def run_trials(trials: Sequence[Trial], out: Path, announce: Callable[[str], None]) -> None:
-    """In every rank: train what ranks train. `announce` is told each trial's name before it starts, on rank 0."""
+def run_trials(trials: Sequence[Trial], options: TrainOptions, out: Path, announce: Callable[[str], None]) -> None:
+    """In every rank: train what ranks train. `announce` is told each trial's name when it starts, on rank 0.
+
+    Nothing is read from `out` before all ranks have met, since one of them may still be writing it.
+    """
     for trial in trials:
         if not trial.one_process:
-            _run_trial(_TrialFolder(out / trial.name), trial.name, announce)
+            _run_trial(trial, options, out, announce)
 
 
-def _run_trial(run: _TrialFolder, name: str, announce: Callable[[str], None]) -> None:
-    training = _TrialTraining(run.plan(), run.options(), run)
+def _run_trial(trial: Trial, options: TrainOptions, out: Path, announce: Callable[[str], None]) -> None:
+    training = _TrialTraining(trial.plan, options, _TrialFolder(out / trial.name))
     if training.is_main:
-        announce(name)
+        announce(trial.name)
     training.run(resume=False)
 
 
