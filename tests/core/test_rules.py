@@ -45,6 +45,14 @@ BROKEN = {
         {},
         "keep_gathered with zero=2, which needs zero=3",
     ),
+    "tile-zero": (2, {"dp": 2, "num_micro_batches": 6, "zero": 2, "tile": 2}, {}, {}, "tile=2 with zero=2"),
+    "tile-rows": (
+        2,
+        {"dp": 2, "num_micro_batches": 6, "zero": 3, "tile": 50},
+        {"ffn_size": 48},
+        {},
+        "tile=50 is more than the 48 rows of `layers.0.mlp.*",
+    ),
     "kept-offload": (
         2,
         {"dp": 2, "num_micro_batches": 6, "zero": 3, "keep_gathered": True, "offload": {"parameters": "cpu"}},

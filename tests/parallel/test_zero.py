@@ -53,6 +53,47 @@ def _layouts() -> dict[str, list[Plan]]:
     }
 
 
+TILED = (1, 2, 3, 7)
+"""Of 16, 8 and 24 rows, and a head of 29: some divide, some do not."""
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [LLAMA, TIED, LEARNED], ids=lambda model: model.name)
+def test_tiles_equal_one_process(ranks, model, recompute):
+    plans = [
+        make_plan(model, dp=2, zero=3, tile=tile, prefetch=ahead, num_micro_batches=2, recompute=recompute)
+        for tile, ahead in zip(TILED, (1, 0, 1, 2), strict=True)
+        if tile <= min(model.kv_size, 7)
+    ]
+    found = ranks(mismatches, 2, [plan.to_toml() for plan in plans], timeout_s=120)
+    assert {text for by_rank in found for text in by_rank} == {"None"}
+
+
+def test_tiles_of_tensor_and_pipeline_ranks(ranks):
+    plans = [make_plan(LLAMA, dp=2, tp=2, zero=3, tile=3), make_plan(LLAMA, dp=2, pp=2, zero=3, tile=2)]
+    found = ranks(mismatches, 4, [plan.to_toml() for plan in plans], timeout_s=120)
+    assert {text for by_rank in found for text in by_rank} == {"None"}
+
+
+def tiles_at_once(rank: int, world: int, text: str) -> tuple[int, int]:
+    engine = make_engine(Plan.from_toml(text))
+    train(engine, dataset(engine.plan), range(1))
+    return engine.parallel.tiles.most_gathered, engine.parallel.states.working_bytes
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_no_more_tiles_are_gathered_than_promised(ranks, prefetch):
+    """Working memory: tiles of parameters and of gradients, norms, and the ends."""
+    plans = [make_plan(LLAMA, dp=2, zero=3, tile=tile, prefetch=prefetch) for tile in (1, 4)]
+    (most_whole, whole), (most, tiled) = [ranks(tiles_at_once, 2, plan.to_toml())[0] for plan in plans]
+    assert most_whole == 0
+    assert most == 1 + prefetch
+    largest = -(-29 // 4) * 16  # rows of the head's largest tile, padded to the ranks already
+    ends = 29 * 16  # the embedding is not tiled
+    norms = 2 * 16
+    assert tiled <= 8 * ((1 + prefetch + 2) * (largest + norms) + 2 * ends) < whole
+
+
 @pytest.mark.parametrize("kind", _layouts())
 def test_equal_to_one_process(ranks, kind):
     """Loss, gradients, norm and weights; traffic and memory as forecast."""

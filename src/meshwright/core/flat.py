@@ -129,14 +129,29 @@ def _kinds(held: Iterable[Placement]) -> list[tuple[str, ...]]:
 
 
 def _block_buckets(backward: Sequence[Placement], dp: int) -> Iterator[Bucket]:
-    for block in dict.fromkeys(map(block_of, backward)):
+    """Tiles before the rest of their layer, whose gradients are complete last."""
+    for block in sorted(dict.fromkeys(map(block_of, backward)), key=_order_of(backward).__getitem__):
         members = [p for p in backward if block_of(p) == block]
         for kind in _kinds(members):
             yield _close([p for p in members if p.sum_over == kind], dp, kind, block)
 
 
+def _order_of(backward: Sequence[Placement]) -> dict[str, tuple[int, bool, int]]:
+    """Block → its place in the order of backward."""
+    part_order = {part: at for at, part in enumerate(dict.fromkeys(map(part_of, backward)))}
+    order: dict[str, tuple[int, bool, int]] = {}
+    for at, placement in enumerate(backward):
+        order.setdefault(block_of(placement), (part_order[part_of(placement)], placement.tile is None, at))
+    return order
+
+
 def block_of(placement: Placement) -> str:
-    """The block that a parameter belongs to: `layers.3`, or one of the two ends of the model."""
+    """The block that a parameter belongs to: the part of the model, or a tile by itself."""
+    return part_of(placement) if placement.tile is None else placement.key
+
+
+def part_of(placement: Placement) -> str:
+    """The part of the model that a parameter belongs to: `layers.3`, or one of the two ends."""
     if placement.layer is not None:
         return f"layers.{placement.layer}"
     at_front = placement.part == "embedding" or placement.name.startswith("embedding_norm")
@@ -170,14 +185,17 @@ class Pool:
 def make_pool(buckets: Sequence[Bucket], depth: int) -> Pool:
     """Buffers for whole blocks, `depth` of which may be in use at a time.
 
-    Layers go round `depth` buffers. The two ends of the model share one: they are never in use together, unless they
+    Layers go round `depth` buffers, and so do tiles. The two ends of the model share one: they are never in use together, unless they
     share a parameter.
     """
     sizes = _block_sizes(buckets)
+    held = {bucket.block: bucket.slots[0].placement for bucket in buckets}
     names = {slot.placement.name for bucket in buckets for slot in bucket.slots}
     shared_end = "end" if HEAD_WEIGHT in names else None
-    layers = (block for block in sizes if block not in (FRONT, BACK))
+    layers = (block for block in sizes if block not in (FRONT, BACK) and held[block].tile is None)
+    tiles = (block for block in sizes if held[block].tile is not None)
     place: dict[str, object] = {block: at % depth for at, block in enumerate(layers)}
+    place |= {block: ("tile", at % depth) for at, block in enumerate(tiles)}
     place |= {block: shared_end or block for block in (FRONT, BACK) if block in sizes}
     order = list(dict.fromkeys(place.values()))
     numels = [max(sizes[block] for block, at in place.items() if at == buffer) for buffer in order]

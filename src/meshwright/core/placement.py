@@ -6,7 +6,7 @@ gradient reduction, the gradient norm, checkpoints, export and the memory foreca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -53,6 +53,13 @@ class Placement:
     """Axes besides dp over which this rank's gradient is partial and must be summed."""
     owned: bool
     """True on exactly one of the replicas outside dp: the one that the norm counts and a checkpoint saves."""
+    tile: int | None = None
+    """Which tile of the parameter's rows on this rank, where it is held in tiles."""
+
+    @property
+    def key(self) -> str:
+        """Names what a rank holds: the parameter, or one tile of it."""
+        return self.name if self.tile is None else f"{self.name}[{self.tile}]"
 
     @property
     def decay(self) -> bool:
@@ -132,12 +139,29 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
         Placement(
             name=param.name,
             shape=param.shape,
-            box=param_box(spec, param, strategy.tp, at[TP]),
+            box=box,
             part=param.part,
             layer=param.layer,
             sum_over=_partial_axes(spec, param, strategy),
             owned=_is_owned(spec, param, strategy, at),
+            tile=tile,
         )
         for param in spec.parameters()
         if _is_on_stage(spec, param, strategy, at[PP], layers)
+        for tile, box in _tiles(param, param_box(spec, param, strategy.tp, at[TP]), strategy.tile)
     )
+
+
+def is_tiled(param: ParamSpec) -> bool:
+    """Whether it is the weight of a linear layer that can run in tiles: of a layer's, or of an untied head."""
+    return len(param.shape) == 2 and (param.layer is not None or param.part == "head")
+
+
+def _tiles(param: ParamSpec, box: Box, num_tiles: int) -> Iterator[tuple[int | None, Box]]:
+    """A box cut into tiles of rows, as even as can be (Rajbhandari et al. 2021, §5.1.3)."""
+    if num_tiles == 1 or not is_tiled(param):
+        yield None, box
+        return
+    for tile in range(num_tiles):
+        offset, rows = even_split(box.sizes[0], num_tiles, tile)
+        yield tile, Box((box.offsets[0] + offset, *box.offsets[1:]), (rows, *box.sizes[1:]))

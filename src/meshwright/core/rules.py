@@ -13,6 +13,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
+from meshwright.core.placement import is_tiled, param_box
 from meshwright.core.strategy import Offload, Strategy
 
 
@@ -112,6 +113,22 @@ def _zero_choices(c: Case) -> str | None:
     return None
 
 
+def _tile_zero(c: Case) -> str | None:
+    s = c.strategy
+    if s.tile == 1 or (s.zero == 3 and not s.keep_gathered):
+        return None
+    return f"tile={s.tile} with zero={s.zero}{' and keep_gathered' if s.keep_gathered else ''}"
+
+
+def _tile_rows(c: Case) -> str | None:
+    tile, tp = c.strategy.tile, c.strategy.tp
+    if tile == 1:
+        return None
+    rows = {p.name: param_box(c.model, p, tp, tp - 1).sizes[0] for p in c.model.parameters() if is_tiled(p)}
+    name = min(rows, key=rows.__getitem__)
+    return f"tile={tile} is more than the {rows[name]} rows of `{name}` on a rank" if tile > rows[name] else None
+
+
 def _kept_offload(c: Case) -> str | None:
     tier = c.strategy.offload.parameters
     return f"keep_gathered with offload.parameters={tier}" if c.strategy.keep_gathered and tier != "none" else None
@@ -167,6 +184,18 @@ RULES = (
         _zero_choices,
     ),
     Rule(
+        "tile-zero",
+        "tile > 1 needs zero=3 without keep_gathered",
+        "only there a weight is not whole on the rank, and can be gathered tile by tile",
+        _tile_zero,
+    ),
+    Rule(
+        "tile-rows",
+        "tile is at most the rows of every linear layer on a rank",
+        "a tile holds at least one row",
+        _tile_rows,
+    ),
+    Rule(
         "kept-offload",
         "parameters are either kept gathered or offloaded",
         "a kept block fills the memory that offloading is to free",
@@ -206,7 +235,7 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
     """
 
     plain = strategy.model_copy(
-        update={"shard_over": "all", "keep_gathered": False, "prefetch": 1, "offload": Offload()}
+        update={"shard_over": "all", "keep_gathered": False, "prefetch": 1, "tile": 1, "offload": Offload()}
     )
 
     def distance(other: Strategy) -> float:

@@ -121,8 +121,17 @@ def _parameters(total: Traffic, strategy: Strategy, bucket: Bucket) -> None:
     if strategy.zero in (1, 2):
         _gather(total, "parameters", way.scatter, payload_bytes)
     if strategy.zero == 3:
-        times = 1 if strategy.keep_gathered else 2 * strategy.num_micro_batches
-        _gather(total, "gather", way.scatter, payload_bytes, times)
+        _gather(total, "gather", way.scatter, payload_bytes, _num_gathers(strategy, bucket))
+
+
+def _num_gathers(strategy: Strategy, bucket: Bucket) -> int:
+    """Once per step if kept; else for forward and for backward of each micro-batch. Recomputation finds the layer's
+    block gathered, its tiles not."""
+    if strategy.keep_gathered:
+        return 1
+    first = bucket.slots[0].placement
+    is_repeated = strategy.recompute == "full" and first.tile is not None and first.layer is not None
+    return (2 + is_repeated) * strategy.num_micro_batches
 
 
 def _gather(total: Traffic, phase: str, levels: Sequence[Level], payload_bytes: int, times: int = 1) -> None:

@@ -1,9 +1,9 @@
 """The composition, in one visible order:
 
-cut → shard → bind → write gradients directly → recompute → reduce → gather → run.
+cut → shard → bind → write gradients directly → tile → recompute → reduce → gather → run.
 
-plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ recompute.apply ─▶ data ─▶
-gather ─▶ StageRunner
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ tiling.apply ─▶
+recompute.apply ─▶ data ─▶ gather ─▶ StageRunner
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
-from meshwright.parallel import direct, pipeline, recompute, tensor
+from meshwright.parallel import direct, pipeline, recompute, tensor, tiling
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
@@ -75,6 +75,7 @@ class ParallelModel:
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         direct.apply(self.states)
+        self.tiles = tiling.apply(self.states, mesh, strategy)
         if strategy.recompute == "full":
             recompute.apply(model.layers, mesh.ledger)
         self.reducer = GradientReducer(self.states, mesh)

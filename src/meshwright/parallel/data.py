@@ -66,9 +66,9 @@ class GradientReducer:
                 self._bind(index, bucket, slot)
 
     def _bind(self, index: int, bucket: FlatBucket, slot: Slot) -> None:
-        name = slot.placement.name
+        name = slot.placement.key
         parameter, view = self._states.parameters[name], bucket.view(bucket.gradients, slot)
-        if name in self._states.frozen:
+        if slot.placement.name in self._states.frozen:
             return
         if (sink := self._states.sinks.get(name)) is not None:
             sink.on_written = lambda: self._ready(index)
@@ -101,7 +101,7 @@ class GradientReducer:
         """How often one backward reports this gradient: autograd once, sinks for every layer that writes."""
         if slot.placement.name in self._states.frozen:
             return 0
-        sink = self._states.sinks.get(slot.placement.name)
+        sink = self._states.sinks.get(slot.placement.key)
         return 1 if sink is None else sink.num_uses
 
     def _ready(self, index: int) -> None:
@@ -200,10 +200,10 @@ class _Shards:
 
     def _sink(self, bucket: FlatBucket, slot: Slot) -> GradientSink:
         """How the gradient is written; those of autograd are moved out of its own memory."""
-        sinks, name = self._states.sinks, slot.placement.name
+        sinks, name = self._states.sinks, slot.placement.key
         if name not in sinks:
             sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), 1)
-            if name not in self._states.frozen:
+            if slot.placement.name not in self._states.frozen:
                 self._states.parameters[name].register_post_accumulate_grad_hook(lambda leaf: _move(leaf, sinks[name]))
         return sinks[name]
 
@@ -219,8 +219,26 @@ class _Shards:
         holder = self._holders.get(buffer)
         if holder is not None and holder != block:
             self._launch_through(self._last_before(index, holder))
+            self._check_launched(index, holder)
         self._wait(i for i in list(self._running) if self._buffers[i] == buffer)
         self._holders[buffer] = block
+
+    def _check_launched(self, index: int, holder: str) -> None:
+        """The block that holds the memory must be on its way by now; else its gradients would be written over."""
+        if self._is_written(holder):
+            raise UnsupportedError(
+                f"gradients of `{self._states.buckets[index].layout.block}` came after those of `{holder}`, which runs "
+                f"before it; with zero=2 and 3 blocks must go backward in the reverse order of forward"
+            )
+
+    def _is_written(self, block: str) -> bool:
+        """Whether the memory holds gradients of this backward that were not reduced."""
+        return any(
+            self._states.sinks[slot.placement.key].is_written
+            for bucket in self._states.buckets
+            if bucket.layout.block == block
+            for slot in bucket.layout.slots
+        )
 
     def _last_before(self, index: int, block: str) -> int:
         """The last bucket of `block` that comes before bucket `index`, or -1."""

@@ -68,7 +68,11 @@ def apply(states: FlatStates) -> None:
     for bucket, slot in states.slots():
         name = slot.placement.name
         places = states.owners.get(name, [])
-        if places and all(_writes(module) and attribute == "weight" for module, attribute in places):
+        if (
+            places
+            and slot.placement.tile is None
+            and all(_writes(module) and attribute == "weight" for module, attribute in places)
+        ):
             sink = states.sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), len(places))
             for module, _ in places:
                 _install(module, sink)

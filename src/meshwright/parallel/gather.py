@@ -165,6 +165,7 @@ def _modules(model: nn.Module, states: FlatStates) -> dict[nn.Module, str]:
     block_of_leaf = {
         module: block_of(placement)
         for placement in states.placements
+        if placement.tile is None
         for module, _ in states.owners.get(placement.name, ())
     }
     found = {}

@@ -64,6 +64,11 @@ class GradientSink:
             self.on_first()
         return was_fresh
 
+    @property
+    def is_written(self) -> bool:
+        """Whether what the view holds counts."""
+        return not self._is_fresh
+
     def settle(self) -> None:
         """A gradient that nobody wrote is zero."""
         if self._is_first():
@@ -127,9 +132,9 @@ class FlatStates:
 
     Attributes:
         buckets: in the order in which backward completes them.
-        parameters: logical name → the nn.Parameter, a view of a bucket.
+        parameters: logical name, of a tile with its number (`Placement.key`) → the nn.Parameter, a view of a bucket.
         owners: logical name → the (module, attribute) places that use it.
-        sinks: logical name → how its layers write its gradient; the others are left to autograd.
+        sinks: likewise → how its layers write its gradient; the others are left to autograd.
         recipe: dtypes of each copy.
         frozen: logical names of parameters that are not trained: their gradient is zero, no update changes them.
         way: how buckets are divided over the dp ranks.
@@ -166,10 +171,10 @@ class FlatStates:
         for bucket, slot in self.slots():
             view = bucket.view(_alias(bucket.parameters), slot)
             parameter = nn.Parameter(view, requires_grad=slot.placement.name not in frozen)
-            self.parameters[slot.placement.name] = parameter
-            for module, attribute in self.owners.get(slot.placement.name, ()):
+            self.parameters[slot.placement.key] = parameter
+            for module, attribute in self.owners.get(slot.placement.key, ()):
                 module._parameters[attribute] = parameter
-        unknown = self.owners.keys() - self.parameters.keys()
+        unknown = self.owners.keys() - {placement.name for placement in self.placements}
         if unknown:
             raise InputError(
                 f"the model has parameters that its spec does not place here: {', '.join(sorted(unknown))}"
@@ -244,7 +249,7 @@ class FlatStates:
     def zero_gradients(self) -> None:
         """Start a new step. What a sink will replace is not zeroed."""
         for bucket, slot in self.slots():
-            if slot.placement.name not in self.sinks:
+            if slot.placement.key not in self.sinks:
                 bucket.gradients[slot.start : slot.stop].zero_()
         for bucket in self.buckets:
             self.start_step(bucket)
@@ -252,14 +257,14 @@ class FlatStates:
     def start_step(self, bucket: FlatBucket) -> None:
         """What `bucket.gradients` holds does not count any more, where sinks write it."""
         for slot in bucket.layout.slots:
-            if (sink := self.sinks.get(slot.placement.name)) is not None:
+            if (sink := self.sinks.get(slot.placement.key)) is not None:
                 sink.start_step()
 
     @torch.no_grad()
     def settle(self, bucket: FlatBucket) -> None:
         """Make `bucket.gradients` valid as a whole, also where no micro-batch has written."""
         for slot in bucket.layout.slots:
-            if (sink := self.sinks.get(slot.placement.name)) is not None:
+            if (sink := self.sinks.get(slot.placement.key)) is not None:
                 sink.settle()
 
     @property
