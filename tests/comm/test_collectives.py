@@ -116,10 +116,12 @@ def test_sums_have_the_same_bits_on_all_ranks_and_in_every_run(ranks, world, num
 
 
 @TRANSPORTS
-def test_bf16_is_summed_in_fp32_and_rounded_once(ranks, shared_memory):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_16_bit_floats_are_summed_in_fp32_and_rounded_once(ranks, world, dtype, shared_memory):
     for numel in (5, 30_001):
-        exact = sum(values(r, (numel * 4,), torch.bfloat16).float() for r in range(4)).bfloat16()
-        for rank, (total, block) in enumerate(ranks(reduced, 4, numel, torch.bfloat16, shared_memory)):
+        exact = sum(values(r, (numel * world,), dtype).float() for r in range(world)).to(dtype)
+        for rank, (total, block) in enumerate(ranks(reduced, world, numel, dtype, shared_memory)):
             assert torch.equal(total, exact)
             assert torch.equal(block, exact[rank * numel : (rank + 1) * numel])
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from meshwright.core.axes import DP, PP, PP_ENDS, TP, coordinates_of
+from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, TP, coordinates_of
 from meshwright.core.cluster import ClusterSpec, Device, Link
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
@@ -121,6 +121,26 @@ def test_an_axis_uses_the_network_where_one_of_its_groups_leaves_a_node(axis):
         assert (over.inter is not None) == any(len(set(group)) > 1 for group in nodes), (dp, tp, pp, per_node)
         if over.num_local > 1:
             assert {group.count(node) for group in nodes for node in group} == {over.num_local}
+
+
+def test_of_two_levels_one_stays_on_the_node_and_one_leaves_it():
+    """Also for gloo, which goes in one flat ring otherwise; by hand: 3 nodes of 4, tp 2, so dp 6 = 2 × 3."""
+    strategy, machines = Strategy(dp=6, tp=2, ranks_per_node=4), cluster(3, 4, backend="gloo")
+    inside, across = (route(axis, make_model(), strategy, machines) for axis in (DP_NODE, DP_ACROSS))
+    assert (inside.size, inside.inter) == (2, None)
+    assert (across.size, across.inter, across.num_local) == (3, INTER, 1)
+    assert across.seconds("all_reduce", 3 * 10**6) == pytest.approx(4 * 10e-6 + 4 * 10**6 / 10e9, rel=1e-12)
+
+
+def test_the_levels_of_every_layout():
+    for dp, tp, pp, per_node in LAYOUTS:
+        strategy = Strategy(dp=dp, tp=tp, pp=pp, ranks_per_node=per_node)
+        machines = cluster(strategy.world_size // per_node, per_node)
+        inside, across = (route(axis, make_model(), strategy, machines) for axis in (DP_NODE, DP_ACROSS))
+        assert inside.size * across.size == dp
+        if inside.size < dp:
+            assert inside.inter is None, (dp, tp, pp, per_node)
+            assert across.inter == INTER
 
 
 def test_the_ends_of_a_pipeline_and_its_boundaries():

@@ -4,7 +4,8 @@
 
 An axis whose ranks lie on several nodes goes either in one flat ring, at the speed of the link between nodes, or in
 two levels (reduce-scatter inside the node, exchange between nodes, all-gather inside the node); NCCL takes the faster
-of the two, gloo the flat ring.
+of the two, gloo the flat ring. Where the strategy itself goes in two levels (`core.sharding`), each level is an axis of
+its own: `dp_node` never leaves a node, and a group of `dp_across` has one rank on each.
 
 Sources: Thakur, Rabenseifner & Gropp 2005; Patarasuk & Yuan 2009 (ring); Mikami et al. 2018 (two levels);
 Sanders, Speck & Träff 2009 (double tree, 2·log2 P rounds).

@@ -6,7 +6,8 @@ What is faster was measured by `benchmarks/collectives.py`:
     all_gather       direct exchange into the output: gloo's own copies twice
     all_to_all       gloo's own: as fast as a direct exchange, faster for small tensors
     all_reduce       up to SMALL_BYTES every rank sends all to all and sums; above it gloo's ring.
-                     16-bit floats go reduce-scatter + all-gather, because gloo would round every partial sum
+                     16-bit floats of three and more ranks go reduce-scatter + all-gather, because gloo would
+                     round every partial sum
 
 A direct exchange posts all sends and receives at once, so that they progress in the background, and
 sums in rank order: the same bits on every rank and in every run, whatever arrives first.
@@ -42,7 +43,7 @@ class Gloo(Transport):
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
         if x.nbytes <= SMALL_BYTES:
             return self._all_reduce_small(x, op)
-        if op == "sum" and x.dtype in LOW_PRECISION:
+        if op == "sum" and x.dtype in LOW_PRECISION and self._size > 2:
             return self._all_reduce_low_precision(x)
         return Pending([dist.all_reduce(x, _OPS[op], group=self._group, async_op=True)], alive=[x])
 

@@ -12,7 +12,8 @@ socket, so its loss is seen at once and its rank is known.
 Nothing moves in the background: a started call runs when it, or a later one of the group, is waited
 for. A socket's bytes cost this rank's own cores more time than that (`benchmarks/collectives.py`).
 Messages, broadcasts and exchanges go through gloo, and so does everything if the ranks of the group
-are not all processes of one Linux host.
+are not all processes of one Linux host. What goes through gloo is posted when it is started, whatever
+memory still waits for: calls across nodes run while those inside a node are waited for.
 """
 
 from __future__ import annotations

@@ -104,7 +104,9 @@ def connect(group: dist.ProcessGroup, timeout_s: float) -> Segments | None:
     """Set up the segments of a group; None if its ranks are not all processes of one Linux host.
 
     Collective over the group: all ranks get segments, or none does. Addresses are names in the kernel
-    and segments are passed as descriptors, so that nothing is left behind however a process ends.
+    and segments are passed as descriptors, so that nothing is left behind however a process ends. Such
+    names belong to a network namespace: ranks in two of them, as in two containers with networks of their
+    own, find each other over the network alone, whatever machine they share.
     """
     index, size = group.rank(), group.size()
     token = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
