@@ -6,23 +6,30 @@ Two network namespaces of this machine, two ranks in each, are the nodes (`bench
 turns in one process group, step by step, as in `benchmarks/train_step.py`; who is first rotates.
 
     ddp       DDP (gradients as bucket views), fused AdamW
+    ddp-small the same with our buckets instead of its 25 MiB
     fsdp2     `fully_shard` of every layer and of the model, fused AdamW
     flat-0    ours, zero 0, told that all ranks share one node: one flat all-reduce
     zero-N    ours, zero N, on a cluster of 2 nodes × 2: two levels, which the plan chooses by itself
-    node-N    the same with shard_over = "node"
+    kept-3    zero 3 with keep_gathered, and all blocks gathered ahead
+    node-N    zero N with shard_over = "node"
+    floor     forward, backward and fused AdamW of the plain model on all ranks at once, nothing sent, no clipping
+
+Ours has buckets of 2 MiB (--bucket-mib), so that most of them leave while backward runs.
 
 A step lasts until its slowest rank has done it. `ratio` is contender / ddp of the same turn (quartiles and median),
 `/ fsdp2` the median of the same against fsdp2.
 
 `link MB` is what left the fuller node in the median step, headers of Ethernet, IP and TCP taken off (66 bytes for each
 packet that the link's end has counted), in 10^6 bytes. `forecast` is the forecast's rows across nodes, summed over the
-node's ranks; the run's own ledger must equal it to the byte. `rest` is the difference: gloo's frames, the scalars that
+node's ranks; the run's own ledger must equal it to the byte. `waited ms` is what a rank of ours stood still for
+communication, median over turns, of the slowest rank. `rest` is the difference: gloo's frames, the scalars that
 all ranks sum (counts, norm, loss) and the barriers around a step. `headers` is what was taken off.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing
 import os
 import signal
@@ -55,13 +62,15 @@ from meshwright.run.engine import Engine
 
 NUM_NODES, RANKS_PER_NODE = 2, 2
 RANKS = NUM_NODES * RANKS_PER_NODE
-FSDP2 = "fsdp2"
+FSDP2, DDP_SMALL, FLOOR = "fsdp2", "ddp-small", "floor"
 OURS = {
     "flat-0": Strategy(dp=RANKS),
     **{f"zero-{zero}": Strategy(dp=RANKS, zero=zero) for zero in (0, 1, 2, 3)},
+    "kept-3": Strategy(dp=RANKS, zero=3, keep_gathered=True, prefetch=64),
     **{f"node-{zero}": Strategy(dp=RANKS, zero=zero, shard_over="node") for zero in (1, 3)},
 }
 """Contender → how it splits; the cluster adds the levels."""
+CONTENDERS = (DDP_SMALL, FSDP2, *OURS, FLOOR)
 HEADER_BYTES = 66
 """Ethernet 14, IPv4 20, TCP 20 and its time stamps 12."""
 
@@ -74,6 +83,7 @@ class Task:
     contenders: tuple[str, ...]
     turns: int
     clip: float | None
+    bucket_mib: float
     pids: tuple[int, int]
     """The processes that hold the nodes."""
 
@@ -85,6 +95,8 @@ class Turns:
     seconds: list[float] = field(default_factory=list)
     sent: list[nodes.Counters] = field(default_factory=list)
     """What left this rank's node, barriers included."""
+    waited_s: list[float] = field(default_factory=list)
+    """Ours only: for communication."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class Result:
     """Ours only: payload that this rank sends across nodes in a step. Its ledger has counted the same."""
 
 
-def make_plan(size: Size, name: str) -> Plan:
+def make_plan(size: Size, name: str, bucket_mib: float) -> Plan:
     """The plan of one of ours; the numbers of its cluster price nothing here."""
     device = Device(name="cpu", memory_bytes=2**40, memory_bandwidth_bytes_per_s=1e10, peak_flops_per_s={"fp32": 1e11})
     memory = Link(name="memory", bandwidth_bytes_per_s=1e9, latency_s=1e-4)
@@ -110,7 +122,9 @@ def make_plan(size: Size, name: str) -> Plan:
         model=size.spec(),
         cluster=cluster,
         job=Job(seq_length=size.seq_length, global_batch_size=RANKS * size.batch_per_rank),
-        strategy=OURS[name].model_copy(update={"micro_batch_size": size.batch_per_rank}),
+        strategy=OURS[name].model_copy(
+            update={"micro_batch_size": size.batch_per_rank, "bucket_bytes": int(bucket_mib * 2**20)}
+        ),
     )
 
 
@@ -142,16 +156,20 @@ def make_steps(task: Task, world: mesh.Mesh) -> tuple[dict[str, Step], dict[str,
     spec = task.size.spec()
     model = build(spec, "cpu")
     init.initialize(model, spec, SEED)
-    plans = {name: make_plan(task.size, name) for name in task.contenders if name in OURS}
+    plans = {name: make_plan(task.size, name, task.bucket_mib) for name in task.contenders if name in OURS}
     engines = {name: our_engine(plan, world, model, task.clip) for name, plan in plans.items()}
     steps: dict[str, Step] = {}
+    if DDP_SMALL in task.contenders:
+        steps[DDP_SMALL] = Ddp(copy.deepcopy(model), task.clip, task.bucket_mib).step
     if FSDP2 in task.contenders:
-        theirs = build(spec, "cpu")
-        theirs.load_state_dict(model.state_dict())
-        steps[FSDP2] = fsdp2(theirs, task.clip)
+        steps[FSDP2] = fsdp2(copy.deepcopy(model), task.clip)
     for name, engine in engines.items():
         steps[name] = lambda *pair, engine=engine: engine.step([pair], LEARNING_RATE)
-    return {BASE: Ddp(model, task.clip).step, **steps}, engines
+    ddp = Ddp(model, task.clip)
+    if FLOOR in task.contenders:
+        ddp.step(*batch(task.size, world.rank, 0))  # moments exist from here on
+        steps[FLOOR] = ddp.floor(spec)
+    return {BASE: ddp.step, **steps}, engines
 
 
 def measure(rank: int, meeting_file: str, task: Task) -> Result:
@@ -161,7 +179,7 @@ def measure(rank: int, meeting_file: str, task: Task) -> Result:
     mesh.start_local(meeting_file, rank, RANKS)
     world = mesh.Mesh.create({"dp": RANKS}, dp_local=RANKS_PER_NODE)
     steps, engines = make_steps(task, world)
-    turns = take_turns(steps, task, rank, world)
+    turns = take_turns(steps, engines, task, rank, world)
     forecast = {}
     for name, engine in engines.items():
         counted = engine.last_traffic.by_axis().get(DP_ACROSS, 0)
@@ -171,7 +189,9 @@ def measure(rank: int, meeting_file: str, task: Task) -> Result:
     return Result(turns, forecast)
 
 
-def take_turns(steps: dict[str, Step], task: Task, rank: int, world: mesh.Mesh) -> dict[str, Turns]:
+def take_turns(
+    steps: dict[str, Step], engines: dict[str, Engine], task: Task, rank: int, world: mesh.Mesh
+) -> dict[str, Turns]:
     """Contender → its measured steps; all ranks start a step together. The first round is not measured."""
     turns = {name: Turns() for name in steps}
     names = list(steps)
@@ -187,6 +207,8 @@ def take_turns(steps: dict[str, Step], task: Task, rank: int, world: mesh.Mesh) 
             if index > 0:
                 turns[name].seconds.append(seconds)
                 turns[name].sent.append(nodes.counters().since(before))
+                if name in engines:
+                    turns[name].waited_s.append(sum(engines[name].last_waits_s.values()))
     return turns
 
 
@@ -228,7 +250,18 @@ def crossing(results: Sequence[Result], name: str) -> int | None:
 def table_of(results: Sequence[Result], title: str) -> Table:
     """One row per contender."""
     table = Table(title=title)
-    heads = ("median ms", "ratio ¼", "ratio", "ratio ¾", "/ fsdp2", "link MB", "forecast", "rest", "headers")
+    heads = (
+        "median ms",
+        "ratio ¼",
+        "ratio",
+        "ratio ¾",
+        "/ fsdp2",
+        "waited ms",
+        "link MB",
+        "forecast",
+        "rest",
+        "headers",
+    )
     for head in ("step", *heads):
         table.add_column(head, justify="left" if head == "step" else "right")
     base = slowest(results, BASE)
@@ -237,11 +270,13 @@ def table_of(results: Sequence[Result], title: str) -> Table:
         headers = crossed.packets * HEADER_BYTES
         payload = crossed.sent_bytes - headers
         beside = f"{quartiles(seconds, slowest(results, FSDP2))[1]:.3f}" if FSDP2 in results[0].turns else ""
+        waited = [statistics.median(r.turns[name].waited_s) for r in results if r.turns[name].waited_s]
         table.add_row(
             name,
             f"{statistics.median(seconds) * 1e3:,.0f}",
             *(f"{ratio:.3f}" for ratio in quartiles(seconds, base)),
             beside,
+            f"{max(waited) * 1e3:,.0f}" if waited else "",
             f"{payload / 1e6:,.3f}",
             "" if forecast is None else f"{forecast / 1e6:,.3f}",
             "" if forecast is None else f"{(payload - forecast) / 1e6:,.3f}",
@@ -255,7 +290,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="S", choices=SIZES)
     parser.add_argument("--turns", type=int, default=8, help="measured steps of each contender")
-    parser.add_argument("--contenders", nargs="+", default=[FSDP2, *OURS], choices=[FSDP2, *OURS], help="beside ddp")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS, help="beside ddp")
+    parser.add_argument("--bucket-mib", type=float, default=2.0, help="cap of our buckets of gradients (zero 0 and 1)")
     link = parser.add_mutually_exclusive_group()
     link.add_argument("--mbit", type=float, default=200.0, help="speed of the link, Mbit/s in either direction")
     link.add_argument("--unshaped", dest="mbit", action="store_const", const=None)
@@ -272,9 +308,12 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with nodes.two_nodes(options.mbit) as pids:
-        results = run(Task(SIZES[options.size], tuple(options.contenders), options.turns, options.clip, pids))
+        task = Task(
+            SIZES[options.size], tuple(options.contenders), options.turns, options.clip, options.bucket_mib, pids
+        )
+        results = run(task)
     speed = "an unshaped link" if options.mbit is None else f"{options.mbit:g} Mbit/s"
-    Console(width=max(110, Console().width)).print(table_of(results, f"{options.size}, 2 nodes × 2 ranks over {speed}"))
+    Console(width=max(130, Console().width)).print(table_of(results, f"{options.size}, 2 nodes × 2 ranks over {speed}"))
 
 
 if __name__ == "__main__":

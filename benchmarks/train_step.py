@@ -129,9 +129,11 @@ class Ddp:
 
     model: nn.Module
     clip: float | None
+    bucket_mib: float = 25
+    """DDP's own default."""
 
     def __post_init__(self) -> None:
-        self.parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket_mib)
         self.optimizer = adamw(self.model.parameters())
 
     def step(self, tokens: torch.Tensor, labels: torch.Tensor) -> None:
