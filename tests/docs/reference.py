@@ -20,12 +20,12 @@ from meshwright.core.measures import PHASES, PRIMITIVES, wire_bytes
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import RECIPES, Recipe
 from meshwright.core.rules import RULES
+from meshwright.core.schedule import schedules as declared_schedules
 from meshwright.core.sources import cluster_names, device_names, load_cluster, load_model, model_names
 from meshwright.core.units import format_bytes, format_time
 from meshwright.models.build import build
 from meshwright.planner.advise import ADVICE_RULES, describe
 from meshwright.run import options
-from meshwright.schedule.build import available_orders
 from tests.house.source import modules
 
 
@@ -135,8 +135,8 @@ def _spelt_out(module: ModuleType, annotation: str) -> str:
 
 def schedules() -> str:
     """Each schedule, from the docstring of its file."""
-    orders = available_orders()
-    docs = {name: inspect.getdoc(inspect.getmodule(order)) or "" for name, order in orders.items()}
+    found = declared_schedules()
+    docs = {name: inspect.getdoc(inspect.getmodule(schedule.order)) or "" for name, schedule in found.items()}
     return table(("schedule", "order"), ((_code(name), doc) for name, doc in docs.items()))
 
 

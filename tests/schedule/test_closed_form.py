@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import InputError
 from meshwright.schedule.closed_form import bubble_fraction, bubble_of_ideal, makespan_s, peak_live
 
 
@@ -33,6 +33,6 @@ def test_peak_live() -> None:
     assert peak_live("gpipe", 2, 5) == (5, 5)
 
 
-def test_a_schedule_without_closed_form_says_so() -> None:
-    with pytest.raises(UnsupportedError, match="`looped` has no closed form"):
-        bubble_fraction("looped", 4, 8)
+def test_a_schedule_that_is_not_there_is_not_guessed() -> None:
+    with pytest.raises(InputError, match="`looped` is not known; choose one of 1f1b, gpipe, naive"):
+        peak_live("looped", 4, 8)

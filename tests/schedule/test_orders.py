@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules  # noqa: TID251
 
 from meshwright.core.errors import InputError, ProgramError
 from meshwright.core.program import COMPUTE_KINDS, Action, Kind
-from meshwright.core.strategy import ScheduleName, Strategy
-from meshwright.schedule import closed_form, orders
-from meshwright.schedule.build import available_orders, build_program, forward_program, from_rows, program
+from meshwright.core.schedule import PipelineSize, schedules
+from meshwright.core.strategy import Strategy
+from meshwright.schedule.build import build_program, forward_program, from_rows, program
 from meshwright.schedule.draw import text
 from meshwright.schedule.verify import verify
 
@@ -36,8 +35,8 @@ r1: .  F0 B0 B0 .  .  .  F1 B1 B1 .  .
 """
 
 
-def test_a_strategy_names_what_is_there() -> None:
-    assert set(get_args(ScheduleName)) == available_orders().keys() == closed_form.SCHEDULES
+def test_what_is_there() -> None:
+    assert list(schedules()) == ["1f1b", "gpipe", "naive"]
 
 
 def without_trailing_space(drawing: str) -> list[str]:
@@ -55,7 +54,7 @@ def test_published_tables(name: str, num_stages: int, num_micro_batches: int, go
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 def test_the_picture_in_an_orders_docstring_is_what_it_draws(name: str) -> None:
-    doc = available_orders()[name].__doc__ or ""
+    doc = schedules()[name].order.__doc__ or ""
     picture = "\n".join(line.strip() for line in doc.splitlines() if line.strip().startswith("r"))
     num_micro_batches = 2 if name == "naive" else 3
     assert without_trailing_space(picture) == without_trailing_space(text(program(name, 2, num_micro_batches)))
@@ -78,7 +77,7 @@ def torch_order(schedule: type, num_stages: int, num_micro_batches: int) -> list
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(2, 2), (3, 7), (4, 4), (4, 8)])
 def test_same_order_as_torch(name: str, schedule: type, num_stages: int, num_micro_batches: int) -> None:
     theirs = torch_order(schedule, num_stages, num_micro_batches)
-    rows = available_orders()[name](num_stages, num_micro_batches)
+    rows = schedules()[name].order(PipelineSize(num_stages, num_micro_batches))
     ours = [[f"{action.kind}{action.micro_batch}" for action in row] for row in rows]
     assert ours[:-1] == theirs[:-1]
     # torch 2.13 counts the last rank's 1F1B forwards from 1; their order of kinds is the same.
@@ -123,40 +122,15 @@ def test_unknown_schedule_names_the_known_ones() -> None:
         program("zigzag", 2, 2)
 
 
+def test_chunks_need_a_schedule_that_has_them() -> None:
+    with pytest.raises(InputError, match="`gpipe` puts one stage on a rank, but 2 chunks are asked for"):
+        program("gpipe", 2, 4, num_chunks=2)
+
+
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 4)])
 def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ProgramError, match="at least 1"):
         program("gpipe", *sizes)
-
-
-LOOPED = '''
-"""Two stages per rank, visited in loops: all forwards, then all backwards."""
-from meshwright.core.program import Action, Kind
-
-NAME = "looped"
-
-def order(num_stages, num_micro_batches):
-    num_ranks = num_stages // 2
-    def row(rank):
-        stages = (rank, rank + num_ranks)
-        forwards = [Action(Kind.F, s, k) for s in stages for k in range(num_micro_batches)]
-        backwards = [Action(Kind.B, s, k) for s in reversed(stages) for k in range(num_micro_batches)]
-        return (*forwards, *backwards)
-    return tuple(row(rank) for rank in range(num_ranks))
-'''
-
-
-def test_a_schedule_costs_one_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From outside the package, and with two stages per rank: passes, verifier and drawing need no change."""
-    (tmp_path / "looped_outside.py").write_text(LOOPED)
-    monkeypatch.setattr(orders, "__path__", [*orders.__path__, str(tmp_path)])
-    built = program("looped", 4, 2)
-    verify(built)
-    assert built.stage_ranks == (0, 1, 0, 1)
-    assert text(built).splitlines() == [
-        "r0: F0a F1a F0b F1b .   .   .   B0b B0b B1b B1b B0a B0a B1a B1a",
-        "r1: .   F0a F1a F0b F1b B0b B0b B1b B1b B0a B0a B1a B1a .   .",
-    ]
 
 
 def test_stages_without_a_forward_are_refused() -> None:
@@ -166,5 +140,6 @@ def test_stages_without_a_forward_are_refused() -> None:
 
 
 def test_orders_hold_compute_only() -> None:
-    for order in available_orders().values():
-        assert {action.kind for row in order(3, 4) for action in row} == set(COMPUTE_KINDS)
+    for schedule in schedules().values():
+        rows = schedule.order(PipelineSize(3, 4))
+        assert {action.kind for row in rows for action in row} == set(COMPUTE_KINDS)

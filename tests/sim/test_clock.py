@@ -11,8 +11,9 @@ import pytest
 
 from meshwright.core.errors import ProgramError
 from meshwright.core.program import Action, Kind, Program
+from meshwright.core.schedule import PipelineSize, schedules
 from meshwright.schedule import closed_form
-from meshwright.schedule.build import available_orders, forward_program, from_rows, program
+from meshwright.schedule.build import forward_program, from_rows, program
 from meshwright.schedule.unit_clock import unit_timeline
 from meshwright.sim.clock import UnitCosts, simulate
 
@@ -73,8 +74,8 @@ def test_bubble_of_four_stages(num_micro_batches: int, bubble: float) -> None:
 
 def test_two_clocks_agree() -> None:
     """The textbook clock of `schedule` and this one, with and without transfers in the table."""
-    for name, order in available_orders().items():
-        bare = from_rows(name, order(5, 7))
+    for name, schedule in schedules().items():
+        bare = from_rows(name, schedule.order(PipelineSize(5, 7)))
         assert simulate(bare, UnitCosts()).events == unit_timeline(bare).events
         assert simulate(program(name, 5, 7), UnitCosts()).makespan_s == unit_timeline(bare).makespan_s
 

@@ -106,12 +106,14 @@ def choices() -> str:
 
 @lru_cache(maxsize=8)
 def _declared(folders: tuple[str, ...]) -> dict[str, Schedule]:
-    """What the files in these folders declare; they are read once."""
+    """What the files in these folders declare; the folders are read once."""
     found: dict[str, Schedule] = {}
     for file in sorted(module.name for module in pkgutil.iter_modules(folders)):
         schedule = getattr(import_module(f"{FOLDER}.{file}"), "SCHEDULE", None)
         if not isinstance(schedule, Schedule):
-            raise InputError(f"schedule/orders/{file}.py declares no schedule; write SCHEDULE = Schedule(name=..., ...)")
+            raise InputError(
+                f"schedule/orders/{file}.py declares no schedule; write SCHEDULE = Schedule(name=..., ...)"
+            )
         if schedule.name in found:
             raise InputError(f"schedule/orders/{file}.py: the name `{schedule.name}` is taken; give it another one")
         found[schedule.name] = schedule

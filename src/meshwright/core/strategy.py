@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.precision import RECIPES, Recipe
+from meshwright.core.schedule import choices, schedules
 from meshwright.core.values import Value
 
 Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "fp16", "fp16-16"]
-ScheduleName = Literal["naive", "gpipe", "1f1b"]
 
 
 Tier = Literal["none", "cpu", "disk"]
@@ -67,8 +68,8 @@ class Strategy(Value):
     """Linear layers run in so many tiles, one after the other; with zero=3 a tile is gathered at a time."""
     offload: Offload = Offload()
     """What leaves the device between its uses."""
-    schedule: ScheduleName = "1f1b"
-    """Order of forwards and backwards; without a pipeline all are one."""
+    schedule: str = "1f1b"
+    """Order of forwards and backwards, one of the files in `schedule/orders`; without a pipeline all are one."""
     micro_batch_size: int = Field(default=1, gt=0)
     """Sequences per micro-batch and data-parallel rank."""
     num_micro_batches: int = Field(default=1, gt=0)
@@ -81,6 +82,13 @@ class Strategy(Value):
     """Layers of each pipeline stage; None splits them evenly, extra layers to the inner stages."""
     bucket_bytes: int = Field(default=25 * 2**20, gt=0)
     """Cap of one gradient bucket. With zero=2 and 3 a bucket is one block of the model."""
+
+    @field_validator("schedule")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in schedules():
+            raise PydanticCustomError("schedule", f"no such schedule; {choices()}")
+        return name
 
     @property
     def world_size(self) -> int:

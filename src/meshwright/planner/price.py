@@ -23,6 +23,7 @@ from meshwright.cost.latency import (
     StepCosts,
     Term,
     boundaries_s,
+    has_bound,
     stage_costs,
     stage_ends_s,
     step_terms,
@@ -31,6 +32,7 @@ from meshwright.cost.latency import (
 from meshwright.cost.memory import memory
 from meshwright.cost.traffic import micro_batch_traffic, step_traffic
 from meshwright.schedule.build import build_program
+from meshwright.schedule.closed_form import peak_live
 from meshwright.schedule.timeline import Timeline
 from meshwright.sim.clock import simulate
 
@@ -109,24 +111,32 @@ class Pricer:
         self._stage_kinds: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...]] = {}
 
     def forecast(self, strategy: Strategy) -> Forecast:
-        """Memory and traffic exactly; seconds in closed form."""
+        """Memory and traffic exactly; seconds in closed form, or by the clock for a schedule that declares none."""
         costs = self.step_costs(strategy)
         stage, breakdown = self.fullest(strategy)
+        is_bounded = has_bound(strategy)
+        ends_s = stage_ends_s(costs, strategy) if is_bounded else self._clocked_ends_s(costs, strategy)
         return Forecast(
             strategy=strategy,
             memory=breakdown,
             rank=rank_of({PP: stage, DP: 0, TP: 0}, strategy.sizes),
             traffic=self._stage(strategy, stage)[0],
-            step_time=step_time(costs, strategy, stage_ends_s(costs, strategy)),
+            step_time=step_time(costs, strategy, ends_s),
             usable_memory_bytes=self.cluster.usable_memory_bytes,
+            simulated=not is_bounded,
         )
 
     def simulate(self, forecast: Forecast) -> Forecast:
         """The same forecast, its pipeline timed by the clock."""
-        self.num_simulations += 1
+        if forecast.simulated:
+            return forecast
         costs = self.step_costs(forecast.strategy)
-        ends_s = last_work_ends_s(simulate(build_program(forecast.strategy), costs))
+        ends_s = self._clocked_ends_s(costs, forecast.strategy)
         return replace(forecast, step_time=step_time(costs, forecast.strategy, ends_s), simulated=True)
+
+    def _clocked_ends_s(self, costs: StepCosts, strategy: Strategy) -> list[float]:
+        self.num_simulations += 1
+        return last_work_ends_s(simulate(build_program(strategy), costs))
 
     def terms(self, forecast: Forecast) -> tuple[Term, ...]:
         """The step's seconds by cause; they add up to the forecast's total."""
@@ -176,11 +186,15 @@ class Pricer:
         return self._held[key]
 
     def memory_by_stage(self, strategy: Strategy) -> dict[int, MemoryBreakdown]:
-        """Stage → memory of its fullest rank, for the first stage of each kind.
+        """Stage → memory of its fullest rank, for the stage of each kind with the most micro-batches in flight.
 
-        The first of a kind has the most micro-batches in flight, and index 0 of dp and tp the larger part where a
-        split is uneven.
+        Index 0 of dp and tp has the larger part where a split is uneven.
         """
+        live = peak_live(strategy.schedule, strategy.pp, strategy.num_micro_batches)
+        fullest: dict[int, int] = {}
+        for stage, kind in enumerate(self._kinds(strategy)):
+            if live[stage] > live[fullest.setdefault(kind, stage)]:
+                fullest[kind] = stage
         return {
             stage: memory(
                 self.model,
@@ -189,7 +203,7 @@ class Pricer:
                 {PP: stage, DP: 0, TP: 0},
                 self._rank_buckets(strategy, stage).buckets,
             )
-            for stage in sorted(set(self._kinds(strategy)))
+            for stage in sorted(fullest.values())
         }
 
     def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:

@@ -10,9 +10,7 @@ from meshwright.schedule.passes.reductions import add_reductions
 from meshwright.schedule.passes.transfers import add_transfers
 
 
-def program(
-    name: str, num_ranks: int, num_micro_batches: int, reduce: bool = True, *, num_chunks: int = 1
-) -> Program:
+def program(name: str, num_ranks: int, num_micro_batches: int, reduce: bool = True, *, num_chunks: int = 1) -> Program:
     """The program of one training step.
 
     Args:
