@@ -185,8 +185,8 @@ class Pool:
 def make_pool(buckets: Sequence[Bucket], depth: int) -> Pool:
     """Buffers for whole blocks, `depth` of which may be in use at a time.
 
-    Layers go round `depth` buffers, and so do tiles. The two ends of the model share one: they are never in use together, unless they
-    share a parameter.
+    Layers go round `depth` buffers, and so do tiles. The two ends of the model share one: they are never in use
+    together, unless they share a parameter.
     """
     sizes = _block_sizes(buckets)
     held = {bucket.block: bucket.slots[0].placement for bucket in buckets}

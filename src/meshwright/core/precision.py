@@ -2,11 +2,19 @@
 
 Sources disagree (16, 18 or 20 bytes per parameter), so a recipe is named, never assumed:
 ZeRO paper §3 (16), Megatron-LM with fp32 main gradients (18), ZeRO-Infinity §3 (20).
+
+    parameter   what forward and backward compute with; what ranks gather and stages send
+    gradient    what micro-batches accumulate in, and what crosses the ranks when gradients are reduced
+    master      what the update adds to; none: the parameter itself, with its own rounding
+    moment      what Adam keeps of the gradients
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Rounding = Literal["nearest", "stochastic"]
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -27,6 +35,13 @@ class Recipe:
     """A second, wider copy of every gradient that lives during the optimizer step."""
     runnable: bool
     source: str
+    rounding: Rounding = "nearest"
+    """How an updated parameter without a master copy is rounded to its dtype."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether backward starts with a scaled loss: fp16 has too few exponents for gradients (smallest 6e-8)."""
+        return self.parameter == "fp16"
 
     @property
     def parameter_bytes(self) -> int:
@@ -71,5 +86,18 @@ RECIPES = {
         Recipe(
             "bf16-20", "bf16", "bf16", "fp32", "fp32", "fp32", False, "ZeRO-Infinity §3: 2 + 2 + 4 + 8 + 4 = 20 bytes"
         ),
+        Recipe(
+            "bf16-sr",
+            "bf16",
+            "bf16",
+            None,
+            "fp32",
+            None,
+            True,
+            "bf16 without masters, stochastic rounding (Zamirai et al. 2020): 2 + 2 + 8 = 12 bytes",
+            "stochastic",
+        ),
+        Recipe("fp16", "fp16", "fp32", "fp32", "fp32", None, True, "Megatron-LM: 2 + 4 + 4 + 8 = 18 bytes"),
+        Recipe("fp16-16", "fp16", "fp16", "fp32", "fp32", None, True, "ZeRO §3: 2 + 2 + 4 + 8 = 16 bytes"),
     )
 }

@@ -99,6 +99,7 @@ class ParallelModel:
         *,
         num_tokens: torch.Tensor | None = None,
         reduce: bool = True,
+        loss_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Accumulate the gradient of (sum of token losses of these micro-batches) / `num_tokens`.
 
@@ -114,6 +115,7 @@ class ParallelModel:
             num_tokens: counted tokens of the whole step over all ranks; None: those of this call.
             reduce: sum the accumulated gradients over the ranks at the end; False on all but the last
                 call of a step.
+            loss_scale: scalar that backward starts with; every gradient is so many times larger.
 
         Returns:
             the sum of losses over this rank's tokens (float64; non-zero on the last stage) divided by `num_tokens`.
@@ -125,7 +127,7 @@ class ParallelModel:
         row = self._row((self.strategy.schedule, len(micro_batches), reduce))
         counted = self.count_tokens(micro_batches) if num_tokens is None else num_tokens
         scale = 1.0 / counted.clamp(min=1)
-        loss = self.runner.run(row, micro_batches, scale)
+        loss = self.runner.run(row, micro_batches, scale if loss_scale is None else scale * loss_scale)
         self._pending_reduction = reduce
         return loss * scale
 

@@ -32,7 +32,11 @@ class StepStats:
     loss: torch.Tensor
     """Mean loss per counted token of the whole global batch."""
     grad_norm: torch.Tensor
-    """Global norm of the gradient before clipping."""
+    """Global norm of the gradient before clipping, without the loss scale."""
+    skipped: torch.Tensor
+    """Whether a gradient was not finite, so that no rank changed anything (bool)."""
+    loss_scale: torch.Tensor
+    """What the loss of this step was multiplied by; 1 but for fp16."""
 
 
 class Engine:
@@ -76,7 +80,8 @@ class Engine:
         reduce: bool = True,
     ) -> torch.Tensor:
         """See :meth:`ParallelModel.forward_backward`."""
-        return self.parallel.forward_backward(micro_batches, num_tokens=num_tokens, reduce=reduce)
+        scale = self.optimizer.loss_scale.scale
+        return self.parallel.forward_backward(micro_batches, num_tokens=num_tokens, reduce=reduce, loss_scale=scale)
 
     def update(self, loss: torch.Tensor, learning_rate: float) -> StepStats:
         """Norm, clip, optimizer step, parameters gathered, gradients cleared.
@@ -85,11 +90,12 @@ class Engine:
             loss: what :meth:`forward_backward` returned (summed, if it was called several times).
         """
         norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
-        self.optimizer.update(learning_rate, norm)
+        scale = self.optimizer.loss_scale.scale.clone()
+        skipped = self.optimizer.update(learning_rate, norm)
         self.parallel.gather_parameters()
         self.parallel.zero_gradients()
         self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
-        return StepStats(total, norm)
+        return StepStats(total, norm, skipped, scale)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
         """One whole training step on this dp rank's micro-batches (the same on all its tp and pp ranks)."""
@@ -124,13 +130,16 @@ class Engine:
         self, folder: Path | str, step: int, extra: dict[str, Any] | None = None, *, keep: int | None = None
     ) -> None:
         """Write a checkpoint that any other layout of the same model can load."""
-        content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
+        scale = self.optimizer.loss_scale
+        content = {"optimizer_step": int(self.optimizer.step_count), "loss_scale": scale.state(), **(extra or {})}
         store.save(folder, step, self._pieces(whole=False), content, keep=keep)
 
     def load(self, folder: Path | str, step: int | None = None) -> dict[str, Any]:
         """Read the newest (or the given) checkpoint, saved under any layout. Returns its extra values."""
         extra = store.load(folder, self._pieces(whole=True), step)
         self.optimizer.step_count.fill_(extra["optimizer_step"])
+        if self.optimizer.loss_scale.is_dynamic and extra["loss_scale"][0] > 1:
+            self.optimizer.loss_scale.restore(extra["loss_scale"])
         self.parallel.zero_gradients()
         return extra
 

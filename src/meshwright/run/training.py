@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from meshwright.checkpoint import latest
 from meshwright.comm.collectives import barrier
 from meshwright.core.axes import DP, WORLD
+from meshwright.core.errors import InputError
 from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS
@@ -109,12 +110,28 @@ class Training:
         run = self._measured_step if is_measured and options.activation_census else self.engine.step
         stats = run(micro_batches, rate)
         loss, norm = float(stats.loss), float(stats.grad_norm)
+        overflow = self._overflow(step, stats)
         took_s = time.perf_counter() - began_s
         if not is_measured:
             self.measured.step_times_s.append(took_s)
         tokens = self.plan.job.tokens_per_step
         eval_loss = self._evaluate() if self._is_due(step, options.eval_every) else None
-        return StepMetrics(step, loss, norm, rate, tokens, tokens / took_s, took_s, eval_loss)
+        return StepMetrics(step, loss, norm, rate, tokens, tokens / took_s, took_s, eval_loss, *overflow)
+
+    def _overflow(self, step: int, stats: StepStats) -> tuple[bool, float] | tuple[None, None]:
+        """(skipped, loss scale) of fp16 training, which skips steps; nothing else may.
+
+        Raises InputError for a step that no smaller scale can mend.
+        """
+        scale = self.engine.optimizer.loss_scale
+        skipped, used = bool(stats.skipped), float(stats.loss_scale)
+        if skipped and (not scale.is_dynamic or used <= scale.options.minimum):
+            raise InputError(
+                f"step {step}: loss {float(stats.loss):g} and gradient norm {float(stats.grad_norm):g} are not both "
+                f"finite; nothing was changed or saved by this step: lower --lr, warm up longer, or look at the data, "
+                f"then go on from the last checkpoint with --resume"
+            )
+        return (skipped, used) if scale.is_dynamic else (None, None)
 
     def _measured_step(self, micro_batches: Sequence[MicroBatch], rate: float) -> StepStats:
         """One step under the census and the trace; slower, so its time is not counted."""

@@ -36,6 +36,10 @@ class StepMetrics:
     step_time_s: float
     eval_loss: float | None = None
     """Mean over the unmasked tokens of the evaluation set, in steps that evaluate."""
+    skipped: bool | None = None
+    """Of fp16 training: True where a gradient overflowed and no rank changed anything."""
+    loss_scale: float | None = None
+    """Of fp16 training: what the loss was multiplied by."""
 
 
 class MetricsWriter:

@@ -8,7 +8,7 @@ all ranks; the norm counts each logical element once (Narayanan et al. 2021).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -19,6 +19,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import WORLD
 from meshwright.core.flat import Segment
 from meshwright.parallel.states import DTYPES, FlatBucket, FlatStates
+from meshwright.train.loss_scale import LossScale, LossScaleOptions
+from meshwright.train.rounding import random_bits, round_to_bf16
 
 _NORM_ROW = 4096
 """Elements whose squares are summed in fp32."""
@@ -34,6 +36,8 @@ class OptimizerOptions:
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None never clips."""
+    loss_scale: LossScaleOptions = field(default_factory=LossScaleOptions)
+    """Of fp16 training."""
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class FlatOptimizer:
         self._states = states
         self._mesh = mesh
         self.step_count = torch.zeros((), dtype=torch.float32, device=mesh.device)
+        self.loss_scale = LossScale(options.loss_scale, mesh.device, is_dynamic=states.recipe.scales_loss)
         num_moments = 2 if options.kind == "adamw" else 0
         self.shards = [self._shard(bucket, num_moments) for bucket in states.buckets]
 
@@ -95,7 +100,8 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global gradient norm, and `loss` summed over all ranks, in one all-reduce of two float64."""
+        """Global gradient norm without the loss scale, and `loss` summed over all ranks, in one all-reduce of two
+        float64. The norm is not finite exactly where a gradient of some rank isn't."""
         pieces = [
             s.bucket.own_gradients[g.start - s.start : g.stop - s.start] for s in self.shards for g in s.norm_segments
         ]
@@ -105,27 +111,51 @@ class FlatOptimizer:
         squares[1] = loss
         with self._mesh.ledger.phase("norm"):
             all_reduce(squares, self._mesh[WORLD])
-        return squares[0].sqrt(), squares[1]
+        return squares[0].sqrt() / self.loss_scale.scale, squares[1]
 
     @torch.no_grad()
-    def update(self, learning_rate: float, norm: torch.Tensor) -> None:
-        """One step with gradients clipped to `clip_norm`; writes the shard's parameters."""
-        update = self._adamw if self.options.kind == "adamw" else self._sgd
-        divisor = self._clip_divisor(norm)
-        self.step_count += 1
+    def update(self, learning_rate: float, norm: torch.Tensor) -> torch.Tensor:
+        """One step with gradients clipped to `clip_norm`; writes the shard's parameters.
+
+        With a norm that is not finite nothing changes, on any rank: no parameter, no state, no count of steps.
+
+        Returns whether the step was skipped (bool scalar on the device).
+        """
+        skipped = ~norm.isfinite()
+        scaling = _Scaling(learning_rate, self._divisor(norm), skipped)
+        self.step_count += (~skipped).to(self.step_count.dtype)
         for shard in self.shards:
-            gradients = shard.bucket.own_gradients.to(shard.master.dtype)
-            update(shard, gradients, learning_rate, divisor)
-            if shard.has_master:
-                shard.bucket.own_parameters.copy_(shard.master)
+            self._update_shard(shard, scaling)
+        self.loss_scale.update(skipped)
+        return skipped
 
-    def _clip_divisor(self, norm: torch.Tensor) -> torch.Tensor:
-        """What gradients are divided by: max(1, (norm + 1e-6) / clip_norm). Stays on the device."""
+    def _update_shard(self, shard: Shard, scaling: _Scaling) -> None:
+        update = self._adamw if self.options.kind == "adamw" else self._sgd
+        own = shard.bucket.own_parameters
+        if self._states.recipe.rounding == "stochastic":
+            wide = replace(shard, master=own.float())
+            update(wide, shard.bucket.own_gradients.float(), scaling)
+            self._round(shard.bucket, wide.master)
+            return
+        update(shard, shard.bucket.own_gradients.to(shard.master.dtype), scaling)
+        if shard.has_master:
+            own.copy_(shard.master)
+
+    def _round(self, bucket: FlatBucket, values: torch.Tensor) -> None:
+        """Write updated values [own] to parameters of fewer bits. What did not change is representable, and stays."""
+        for slot in bucket.layout.slots:
+            of_slot, of_own = bucket.overlap(slot, bucket.own)
+            bits = random_bits(slot.placement, of_slot, self.step_count)
+            bucket.own_parameters[of_own] = round_to_bf16(values[of_own], bits)
+
+    def _divisor(self, norm: torch.Tensor) -> torch.Tensor:
+        """What gradients are divided by: loss scale · max(1, (norm + 1e-6) / clip_norm). Stays on the device."""
         limit = self.options.clip_norm
-        return torch.ones_like(norm) if limit is None else ((norm + 1e-6) / limit).clamp(min=1.0)
+        clip = torch.ones_like(norm) if limit is None else ((norm + 1e-6) / limit).clamp(min=1.0)
+        return clip * self.loss_scale.scale
 
-    def _adamw(self, shard: Shard, gradients: torch.Tensor, learning_rate: float, divisor: torch.Tensor) -> None:
-        options, grad_scale = self.options, divisor.float()
+    def _adamw(self, shard: Shard, gradients: torch.Tensor, scaling: _Scaling) -> None:
+        options, divisor, grad_scale = self.options, scaling.divisor, scaling.divisor.float()
         if shard.master.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
             gradients, grad_scale = gradients / divisor, None
         for decay in (True, False):
@@ -140,17 +170,30 @@ class FlatOptimizer:
                 [self.step_count - 1 for _ in runs],
                 fused=True,
                 grad_scale=grad_scale,
+                found_inf=scaling.skipped.float(),
                 amsgrad=False,
                 beta1=options.betas[0],
                 beta2=options.betas[1],
-                lr=learning_rate,
+                lr=scaling.learning_rate,
                 weight_decay=options.weight_decay if decay else 0.0,
                 eps=options.eps,
                 maximize=False,
             )
 
-    def _sgd(self, shard: Shard, gradients: torch.Tensor, learning_rate: float, divisor: torch.Tensor) -> None:
-        shard.master.sub_(gradients / divisor.to(gradients.dtype), alpha=learning_rate)
+    def _sgd(self, shard: Shard, gradients: torch.Tensor, scaling: _Scaling) -> None:
+        change = gradients / scaling.divisor.to(gradients.dtype)
+        shard.master.sub_(change.masked_fill_(scaling.skipped, 0.0), alpha=scaling.learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaling:
+    """What all shards of one update share."""
+
+    learning_rate: float
+    divisor: torch.Tensor
+    """Of gradients; float64 scalar."""
+    skipped: torch.Tensor
+    """Whether nothing may change; bool scalar."""
 
 
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
