@@ -22,21 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.transports.base import DONE, Handle, Pending, ReduceOp, Splits, Transport
+from meshwright.comm.transports.base import DONE, Handle, Pending, ReduceOp
+from meshwright.comm.transports.group import Group
+from meshwright.comm.transports.reduce import LOW_PRECISION, reduce_in_order
 
 SMALL_BYTES = 64 * 1024
 FIRST_OWN_TAG = 1 << 24
 """Tags below are the caller's; from here on they count the exchanges of this transport."""
 _NUM_OWN_TAGS = 1 << 20
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class Gloo(Transport):
+class Gloo(Group):
     """One gloo group; `size` ranks, this one is `index`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        super().__init__(group)
         self._size, self._index = group.size(), group.rank()
         self._sequence = itertools.count()
 
@@ -45,7 +45,7 @@ class Gloo(Transport):
             return self._all_reduce_small(x, op)
         if op == "sum" and x.dtype in LOW_PRECISION and self._size > 2:
             return self._all_reduce_low_precision(x)
-        return Pending([dist.all_reduce(x, _OPS[op], group=self._group, async_op=True)], alive=[x])
+        return super().all_reduce(x, op)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Handle:
         return self._reduce_blocks(self._blocks(x), out)
@@ -54,18 +54,6 @@ class Gloo(Transport):
         blocks = self._blocks(out)
         _copy_own(blocks[self._index], x)
         return self._gather_blocks(blocks)
-
-    def all_to_all(self, out: Tensor, x: Tensor, out_splits: Splits, in_splits: Splits) -> Handle:
-        work = dist.all_to_all_single(
-            out.view(-1), x.view(-1), list(out_splits), list(in_splits), group=self._group, async_op=True
-        )
-        return Pending([work], alive=[out, x])
-
-    def broadcast(self, x: Tensor, root: int) -> Handle:
-        return Pending([dist.broadcast(x, group=self._group, group_src=root, async_op=True)], alive=[x])
-
-    def barrier(self) -> Handle:
-        return Pending([dist.barrier(group=self._group, async_op=True)])
 
     def send(self, x: Tensor, to: int, tag: int) -> Handle:
         return Pending([self._group.send([x.view(-1)], to, tag)], alive=[x]) if x.numel() else DONE
@@ -77,7 +65,7 @@ class Gloo(Transport):
         flat = x.view(-1)
         parts = [flat if peer == self._index else torch.empty_like(flat) for peer in range(self._size)]
         works = self._exchange([flat] * self._size, parts)
-        return Pending(works, lambda: combine(parts, self._index, flat, op), [x, *parts])
+        return Pending(works, lambda: self._reduce(parts, flat, op), [x, *parts])
 
     def _all_reduce_low_precision(self, x: Tensor) -> Handle:
         blocks = self._blocks(x)
@@ -92,7 +80,11 @@ class Gloo(Transport):
         own = blocks[self._index]
         parts = [own if peer == self._index else torch.empty_like(own) for peer in range(self._size)]
         works = self._exchange(blocks, parts)
-        return Pending(works, lambda: combine(parts, self._index, out.view(-1), "sum"), [*blocks, out, *parts])
+        return Pending(works, lambda: self._reduce(parts, out.view(-1), "sum"), [*blocks, out, *parts])
+
+    def _reduce(self, parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
+        """out ← parts reduced in order. The own part is kept (it may be `out`), a peer's is scratch."""
+        reduce_in_order(parts, out, op, scratch=parts[1 if self._index == 0 else 0])
 
     def _gather_blocks(self, blocks: Sequence[Tensor]) -> Pending:
         return Pending(self._exchange([blocks[self._index]] * self._size, blocks), alive=blocks)
@@ -111,25 +103,6 @@ class Gloo(Transport):
             if sent[to].numel():
                 works.append(self._group.send([sent[to]], to, tag))
         return works
-
-
-def combine(parts: Sequence[Tensor], own: int, out: Tensor, op: ReduceOp) -> None:
-    """out ← parts reduced in order. Part `own` is kept (it may be `out`), the others are scratch.
-
-    16-bit floats are summed in fp32 and rounded once.
-    """
-    if op == "sum" and out.dtype in LOW_PRECISION:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        out.copy_(total)
-        return
-    apply = torch.add if op == "sum" else torch.maximum
-    scratch = parts[1] if own == 0 else parts[0]
-    total = parts[0]
-    for part in parts[1:-1]:
-        total = apply(total, part, out=scratch)
-    apply(total, parts[-1], out=out)
 
 
 def _copy_own(out: Tensor, x: Tensor) -> None:

@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.transports.base import Handle, ReduceOp, Splits, Transport
-from meshwright.comm.transports.gloo import LOW_PRECISION, SMALL_BYTES, Gloo
+from meshwright.comm.transports.gloo import SMALL_BYTES, Gloo
+from meshwright.comm.transports.reduce import reduce_in_order
 from meshwright.comm.transports.segments import SLOT_BYTES, Segments, connect
 
 _ALIGNMENT = 64
@@ -184,25 +184,6 @@ class _Call:
 
     def wait(self) -> None:
         self._queue.run_until(self)
-
-
-def reduce_in_order(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
-    """out ← parts reduced in order; parts are only read, one of them may be `out`.
-
-    16-bit floats are summed in fp32 and rounded once.
-    """
-    if op == "sum" and out.dtype in LOW_PRECISION:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        out.copy_(total)
-        return
-    apply = torch.add if op == "sum" else torch.maximum
-    total = parts[0]
-    scratch = torch.empty_like(out) if len(parts) > 2 else None
-    for part in parts[1:-1]:
-        total = apply(total, part, out=scratch)
-    apply(total, parts[-1], out=out)
 
 
 def _offsets(blocks: Sequence[Tensor]) -> list[int]:
