@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.sources import cluster_names, device_names, load_cluster, load_model, model_names
 from meshwright.core.strategy import Strategy
-from meshwright.core.values import parse_json, write_text
+from meshwright.core.values import parse_json, parse_toml, read_text, write_text
 
 
 def test_changed_copy_has_its_own_parameter_table() -> None:
@@ -54,6 +55,58 @@ def test_json_says_what_is_wrong() -> None:
     for text, message in (("", "the file is empty"), ("{", "at line 1"), ("[1]", "object was expected, found list")):
         with pytest.raises(InputError, match=rf"x\.json: .*{message}"):
             parse_json(text, "x.json")
+
+
+def test_readers_refuse_what_breaks_them() -> None:
+    for read, name in ((parse_json, "JSON"), (parse_toml, "TOML")):
+        opening = "a = " if name == "TOML" else ""
+        with pytest.raises(InputError, match=f"not valid {name}: nested too deep"):
+            read(opening + "[" * 100_000, "x")
+    for text, read in (('{"a": ' + "9" * 5000 + "}", parse_json), ("a = " + "9" * 5000, parse_toml)):
+        with pytest.raises(InputError, match="a number has thousands of digits"):
+            read(text, "x")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert parse_json(read_text(tmp_path / "x.json"), "x") == {"a": 1}
+
+
+def test_values_built_in_python_are_refused_as_those_of_a_file() -> None:
+    with pytest.raises(InputError, match=r"^Job: `seq_length`: Input should be greater than 0 \(got 0\)$"):
+        Job(seq_length=0, global_batch_size=1)
+    with pytest.raises(InputError, match=r"^Strategy: `dq`: Extra inputs"):
+        Strategy(dq=2)
+    with pytest.raises(InputError, match=r"^Job: `global_batch_size`: .*less than or equal to 1000000000"):
+        Job(seq_length=1, global_batch_size=10**12)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama-3-8b", {"num_kv_heads": 5}, "num_heads 32 is not a multiple of num_kv_heads 5"),
+        ("llama-3-8b", {"head_dim": 127}, "head_dim 127 is odd"),
+        ("llama-3-8b", {"norm_eps": float("nan")}, "norm_eps"),
+        ("llama-3-8b", {"norm_eps": -1.0}, "norm_eps"),
+        ("llama-3-8b", {"rope_theta": 0.0}, "rope_theta"),
+        ("llama-3-8b", {"sliding_window": 0}, "sliding_window"),
+        ("llama-3-8b", {"family": "mamba"}, "family"),
+        ("mixtral-8x7b", {"experts_per_token": 9}, "experts_per_token 9 is more than num_experts 8"),
+        ("mixtral-8x7b", {"num_experts": 10**6}, "32 layers of 1000000 experts"),
+    ],
+)
+def test_models_that_cannot_be(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as raised:
+        ModelSpec(**{**load_model(name).model_dump(), **change})
+    assert "Value error" not in str(raised.value)
+    assert len(str(raised.value)) < 200
+
+
+def test_a_device_without_speed() -> None:
+    table = load_cluster("8xh100").model_dump()
+    table["device"]["peak_flops_per_s"]["bf16"] = 0.0
+    with pytest.raises(InputError, match=r"device\.peak_flops_per_s\.bf16.*greater than 0"):
+        ClusterSpec.parse(table, "mine.toml")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

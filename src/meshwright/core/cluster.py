@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from meshwright.core.values import Value
+from meshwright.core.values import MAX_SIZE, Value
 
 
 class Device(Value):
@@ -15,7 +15,7 @@ class Device(Value):
     name: str
     memory_bytes: int = Field(gt=0)
     memory_bandwidth_bytes_per_s: float = Field(gt=0)
-    peak_flops_per_s: dict[str, float]
+    peak_flops_per_s: dict[str, PositiveFloat]
     """Keyed by dtype: fp64, fp32, bf16, fp16."""
     source: str = ""
     """Where the figures come from."""
@@ -34,8 +34,8 @@ class ClusterSpec(Value):
     """`num_nodes` nodes of `devices_per_node` equal devices."""
 
     name: str
-    num_nodes: int = Field(gt=0)
-    devices_per_node: int = Field(gt=0)
+    num_nodes: int = Field(gt=0, le=MAX_SIZE)
+    devices_per_node: int = Field(gt=0, le=MAX_SIZE)
     device: Device
     intra_link: Link
     """Between devices of a node."""

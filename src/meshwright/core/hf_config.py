@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.model import ModelSpec, RopeScaling
+from meshwright.core.units import counted
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -66,6 +68,15 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(f"{self.where}: `{key}` is {value!r}; a number was expected")
         return float(value)
+
+    def positive(self, keys: str | tuple[str, ...], default: Any = _ABSENT) -> float:
+        """A number above 0, and finite."""
+        value = self.number(keys, default)
+        if not 0 < value < inf:
+            raise InputError(
+                f"{self.where}: `{self.raw(keys, default)[0]}` is {value:g}; a number above 0 was expected"
+            )
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         _, value = self.raw(key, default)
@@ -121,7 +132,9 @@ def from_hf_config(data: Mapping[str, Any], name: str, where: str | None = None)
     reader = _Reader(data, where)
     _refuse_other_heads(reader)
     reader.refuse("quantization_config", (None,), "quantised weights cannot be trained; take the unquantised model")
-    return ModelSpec.parse({"name": name, "family": kind, **ARCHITECTURES[kind].read(reader)}, where)
+    spec = ModelSpec.parse({"name": name, "family": kind, **ARCHITECTURES[kind].read(reader)}, where)
+    _refuse_other_layers(reader, spec)
+    return spec
 
 
 def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
@@ -145,9 +158,32 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 def _refuse_other_heads(c: _Reader) -> None:
     """A classifier or question answerer has another head, whose weights the decoder has not."""
-    for cls in c.data.get("architectures") or ():
+    classes = c.data.get("architectures") or ()
+    if not isinstance(classes, list | tuple) or not all(isinstance(cls, str) for cls in classes):
+        raise InputError(f"{c.where}: `architectures` is {classes!r}; a list of class names was expected")
+    for cls in classes:
         if "For" in cls and not cls.endswith("ForCausalLM"):
             raise UnsupportedError(f"{c.where}: `{cls}` is not a language model; only causal language models are built")
+
+
+def _refuse_other_layers(c: _Reader, spec: ModelSpec) -> None:
+    """What `layer_types` says must be what the other keys say; a mixture of kinds is not built."""
+    kinds = c.data.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list | tuple) or len(kinds) != spec.num_layers:
+        count = counted(len(kinds), "entry", "entries") if isinstance(kinds, list | tuple) else repr(kinds)
+        raise InputError(
+            f"{c.where}: `layer_types` has {count}; one for each of the {spec.num_layers} layers was expected"
+        )
+    built = "sliding_attention" if spec.sliding_window else "full_attention"
+    other = next((kind for kind in kinds if kind != built), None)
+    if other is not None:
+        window = f"a window of {spec.sliding_window}" if spec.sliding_window else "no sliding window"
+        raise UnsupportedError(
+            f"{c.where}: `layer_types` has {other!r}, but the other keys say {window} in every layer: "
+            "layers of several kinds are not built"
+        )
 
 
 def _head_dim(c: _Reader, hidden: int, heads: int) -> int:
@@ -161,29 +197,44 @@ def _head_dim(c: _Reader, hidden: int, heads: int) -> int:
 
 def _read_rope(c: _Reader, default_theta: float) -> Fields:
     """Theta and scaling, from `rope_parameters` or from `rope_theta` + `rope_scaling`."""
-    nested = c.data.get("rope_scaling") or c.data.get("rope_parameters") or {}
-    if not isinstance(nested, Mapping):
-        raise InputError(f"{c.where}: the rotary parameters are {nested!r}; a table was expected")
+    nested = _rope_table(c)
     if any(isinstance(value, Mapping) for value in nested.values()):
         raise UnsupportedError(f"{c.where}: rotary parameters that differ by kind of layer are not built")
     rope = _Reader(nested, c.where)
-    theta = rope.number("rope_theta", c.number("rope_theta", default_theta))
+    theta = rope.positive("rope_theta", c.positive("rope_theta", default_theta))
     for reader in (c, rope):
         reader.refuse("partial_rotary_factor", (None, 1, 1.0), "only rotation of the whole head is built")
     _, kind = rope.raw(("rope_type", "type"), "default")
     if kind not in ("default", "llama3"):
         raise UnsupportedError(f"{c.where}: rotary scaling of kind {kind!r} is not built; known: default, llama3")
+    if kind == "default" and rope.raw("factor", None)[1] not in (None, 1):
+        raise InputError(
+            f"{c.where}: the rotary scaling has a factor of {rope.raw('factor')[1]!r} but no `rope_type` that uses it; "
+            "add `rope_type`, or leave the factor out"
+        )
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     return {
         "rope_theta": theta,
         "rope_scaling": {
-            "factor": rope.number("factor"),
-            "low_freq_factor": rope.number("low_freq_factor"),
-            "high_freq_factor": rope.number("high_freq_factor"),
+            "factor": rope.positive("factor"),
+            "low_freq_factor": rope.positive("low_freq_factor"),
+            "high_freq_factor": rope.positive("high_freq_factor"),
             "original_max_positions": rope.size("original_max_position_embeddings", c.size("max_position_embeddings")),
         },
     }
+
+
+def _rope_table(c: _Reader) -> Mapping[str, Any]:
+    """`rope_scaling` or `rope_parameters`; where both are there, they must agree."""
+    tables = {key: c.data[key] for key in ("rope_scaling", "rope_parameters") if c.data.get(key)}
+    for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise InputError(f"{c.where}: `{key}` is {table!r}; a table was expected")
+    plain = [{"rope_type" if k == "type" else k: v for k, v in t.items() if k != "rope_theta"} for t in tables.values()]
+    if len(plain) == 2 and plain[0] != plain[1]:
+        raise InputError(f"{c.where}: `rope_scaling` and `rope_parameters` contradict each other; keep one of them")
+    return next(iter(tables.values()), {})
 
 
 def _write_rope(theta: float, scaling: RopeScaling | None) -> Fields:
@@ -231,7 +282,7 @@ def _read_llama_line(
         "ffn_size": c.size("intermediate_size"),
         "max_positions": c.size("max_position_embeddings"),
         "norm": "rmsnorm",
-        "norm_eps": c.number("rms_norm_eps", eps),
+        "norm_eps": c.positive("rms_norm_eps", eps),
         "positions": "rope",
         **_read_rope(c, theta),
         "activation": c.activation("hidden_act", "silu"),
@@ -341,6 +392,8 @@ def _write_mixtral(s: ModelSpec) -> Fields:
 
 def _read_gpt_line(c: _Reader, hidden: int) -> Fields:
     heads = c.size(("n_head", "num_attention_heads"))
+    for key in ("rope_scaling", "rope_parameters", "sliding_window"):
+        c.refuse(key, (None,), "this architecture has no rotary positions and no window")
     return {
         "vocab_size": c.size("vocab_size"),
         "hidden_size": hidden,
@@ -349,7 +402,7 @@ def _read_gpt_line(c: _Reader, hidden: int) -> Fields:
         "num_kv_heads": heads,
         "head_dim": _head_dim(c, hidden, heads),
         "norm": "layernorm",
-        "norm_eps": c.number("layer_norm_epsilon", 1e-5),
+        "norm_eps": c.positive("layer_norm_epsilon", 1e-5),
         "gated_mlp": False,
         "qkv_bias": True,
         "out_bias": True,

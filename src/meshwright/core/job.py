@@ -6,15 +6,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.core.values import Value
+from meshwright.core.values import MAX_SIZE, Value
 
 
 class Job(Value):
     """One training job. Batch sizes count sequences."""
 
-    seq_length: int = Field(gt=0)
+    seq_length: int = Field(gt=0, le=MAX_SIZE)
     """Tokens of a sequence."""
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0, le=MAX_SIZE)
     """Sequences of a step, over all ranks."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
 

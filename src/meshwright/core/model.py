@@ -15,7 +15,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.core.values import Value
+from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.values import MAX_SIZE, Value
+
+MAX_LAYERS = 100_000
+"""Layers, or of a mixture layers × experts: each has its own parameters in the table."""
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "bloom"]
 
@@ -42,10 +46,10 @@ class RopeScaling(Value):
     """Llama 3.1 frequency scaling (the only kind implemented)."""
 
     kind: Literal["llama3"] = "llama3"
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(gt=0)
+    high_freq_factor: float = Field(gt=0)
+    original_max_positions: int = Field(gt=0)
 
 
 class ModelSpec(Value):
@@ -53,20 +57,20 @@ class ModelSpec(Value):
 
     name: str
     family: Family
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=MAX_SIZE)
+    hidden_size: int = Field(gt=0, le=MAX_SIZE)
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
+    num_heads: int = Field(gt=0, le=MAX_SIZE)
+    num_kv_heads: int = Field(gt=0, le=MAX_SIZE)
     """Fewer than `num_heads` where queries share keys and values; divides them."""
-    head_dim: int = Field(gt=0)
-    ffn_size: int = Field(gt=0)
+    head_dim: int = Field(gt=0, le=MAX_SIZE)
+    ffn_size: int = Field(gt=0, le=MAX_SIZE)
     """Inner width of the MLP, of one expert in a mixture."""
-    max_positions: int = Field(gt=0)
+    max_positions: int = Field(gt=0, le=MAX_SIZE)
     norm: Literal["layernorm", "rmsnorm"]
-    norm_eps: float = 1e-5
+    norm_eps: float = Field(default=1e-5, gt=0)
     positions: Literal["learned", "rope", "alibi"]
-    rope_theta: float = 10000.0
+    rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     activation: Literal["gelu", "gelu_tanh", "silu"]
@@ -81,12 +85,12 @@ class ModelSpec(Value):
     """A norm right after the embedding."""
     tied_embeddings: bool = False
     """The head's weight is the embedding's."""
-    sliding_window: int | None = None
+    sliding_window: int | None = Field(default=None, gt=0)
     """Tokens that a query looks back at; None for all."""
     num_experts: int = Field(default=0, ge=0)
     """Of a layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)
-    initializer_std: float = 0.02
+    initializer_std: float = Field(default=0.02, ge=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
@@ -94,7 +98,31 @@ class ModelSpec(Value):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if bool(self.num_experts) != bool(self.experts_per_token):
             raise ValueError("num_experts and experts_per_token must both be set, or neither")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}")
+        if self.num_layers * self.num_experts > MAX_LAYERS:
+            raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts: at most {MAX_LAYERS:,} together")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs")
         return self
+
+    def check_length(self, num_tokens: int) -> None:
+        """Refuse sequences that the model cannot take.
+
+        Raises:
+            InputError: more tokens than learned positions.
+            UnsupportedError: more tokens than the sliding window.
+        """
+        if self.positions == "learned" and num_tokens > self.max_positions:
+            raise InputError(
+                f"{num_tokens} tokens, but `{self.name}` has {self.max_positions} learned positions; "
+                "shorten the sequences"
+            )
+        if self.sliding_window is not None and num_tokens > self.sliding_window:
+            raise UnsupportedError(
+                f"{num_tokens} tokens are more than the sliding window of {self.sliding_window} of `{self.name}`; "
+                f"windowed attention is not implemented, use sequences of at most {self.sliding_window}"
+            )
 
     @property
     def heads_size(self) -> int:

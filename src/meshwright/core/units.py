@@ -15,6 +15,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.0f} B" if unit == 0 else f"{_three_digits(size)} {_BYTE_UNITS[unit]}"
 
 
+def counted(number: int, what: str, plural: str | None = None) -> str:
+    """`1 rank`, `8 ranks`, `1,024 ranks`."""
+    return f"{number:,} {what if number == 1 else plural or f'{what}s'}"
+
+
 def unit_of(num_bytes: float) -> str:
     """The unit in which :func:`format_bytes` prints this size; for columns that share one."""
     return format_bytes(num_bytes).split()[1]

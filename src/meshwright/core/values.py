@@ -5,22 +5,41 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.core.errors import InputError
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
 MAX_SHOWN_CHARS = 80
 """Of a wrong value, in the line that refuses it."""
 
+MAX_SIZE = 10**9
+"""Of any size or count that is asked for: larger ones are slips of a finger, and take for ever to enumerate."""
 
-class Value(BaseModel):
+
+class _ValueType(ModelMetaclass):
+    """What `Job(...)` in Python refuses, it refuses as a file does: in one line."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise InputError(first_error(error, cls.__name__)) from None
+
+
+class Value(BaseModel, metaclass=_ValueType):
     """A frozen value. Unknown keys are refused, so that a misspelt option is never ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __copy__(self) -> Self:
         """A copy without cached properties: :meth:`model_copy` with an update would carry stale ones over."""
@@ -35,10 +54,7 @@ class Value(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or cls.__name__
-            found = "" if first["type"] == "missing" else f" (got {_shortened(repr(first.get('input')))})"
-            raise InputError(f"{where}: `{key}`: {first['msg']}{found}") from None
+            raise InputError(first_error(error, where)) from None
 
     def to_toml(self) -> str:
         """TOML text. Fields that are None are left out."""
@@ -50,6 +66,18 @@ class Value(BaseModel):
         return cls.parse(parse_toml(text, where), where)
 
 
+def first_error(error: ValidationError, where: str) -> str:
+    """The first thing that is wrong, in one line: where, key, what, and the value that was given."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error" and not first["loc"]:  # of several fields together: it names them itself
+        return f"{where}: {first['ctx']['error']}"
+    key = f"`{'.'.join(str(part) for part in first['loc'])}`: " if first["loc"] else ""
+    what = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+    is_whole = first["type"] in ("missing", "value_error") or isinstance(first.get("input"), Mapping)
+    found = "" if is_whole else f" (got {_shortened(repr(first.get('input')))})"
+    return f"{where}: {key}{what}{found}"
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"
 
@@ -58,8 +86,15 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """TOML text to plain data. Raises InputError."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{where}: not valid TOML: {error}") from None
+    except ValueError as error:
+        raise InputError(f"{where}: not valid TOML: {_syntax(error)}") from None
+    except RecursionError:
+        raise InputError(f"{where}: not valid TOML: nested too deep") from None
+
+
+def _syntax(error: ValueError) -> str:
+    """What a reader says; of a number with thousands of digits it speaks to programmers only."""
+    return "a number has thousands of digits" if "int_max_str_digits" in str(error) else str(error)
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
@@ -69,6 +104,10 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         hint = "the file is empty" if not text.strip() else f"{error.msg} at line {error.lineno}"
         raise InputError(f"{where}: not valid JSON ({hint}); is it truncated?") from None
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON: {_syntax(error)}") from None
+    except RecursionError:
+        raise InputError(f"{where}: not valid JSON: nested too deep") from None
     if not isinstance(data, dict):
         raise InputError(f"{where}: a JSON object was expected, found {type(data).__name__}")
     return data
@@ -93,9 +132,9 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def read_text(path: Path | str) -> str:
-    """A file's text. Raises InputError where it is missing or not text."""
+    """A file's text, without a byte-order mark. Raises InputError where it is missing or not text."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
