@@ -9,12 +9,12 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axis, Mesh
+from meshwright.core.batch import IGNORE
 from meshwright.core.measures import Traffic
 from meshwright.core.strategy import Strategy
 from meshwright.models.build import build
 from meshwright.models.init import initialize
 from meshwright.parallel.apply import ParallelModel
-from meshwright.parallel.loss import IGNORE
 from meshwright.run.engine import make_mesh, parallelize
 from meshwright.run.parity import Reference, StepBatches
 from meshwright.train.optimizer import OptimizerOptions

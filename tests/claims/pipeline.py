@@ -8,7 +8,7 @@ from meshwright.core.job import Job
 from meshwright.core.sources import load_model
 from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import activations_bytes
-from meshwright.cost.params import local_parameters, total_parameters
+from meshwright.cost.params import local_parameters
 from meshwright.cost.traffic import step_traffic
 from meshwright.schedule.build import forward_program, program
 from meshwright.schedule.closed_form import bubble_fraction, bubble_of_ideal, peak_live
@@ -29,11 +29,11 @@ def per_stage() -> Answer:
     def held(name: str, pp: int) -> list[int]:
         return [local_parameters(load_model(name), Strategy(pp=pp), {**FIRST, "pp": stage}) for stage in range(pp)]
 
-    total = total_parameters(LLAMA)
+    total = LLAMA.num_parameters
     return {
         "N/p, 10⁹": total / 4 / 1e9,
         "Llama-2-70B, P=4, 10⁹": tuple(num / 1e9 for num in held(LLAMA.name, 4)),
-        "GPT-2, P=2: held twice": sum(held("gpt2", 2)) - total_parameters(load_model("gpt2")),
+        "GPT-2, P=2: held twice": sum(held("gpt2", 2)) - load_model("gpt2").num_parameters,
     }
 
 

@@ -11,6 +11,7 @@ from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.sources import (
     Machine,
+    cluster_warning,
     core_warning,
     device_names,
     load_cluster,
@@ -181,12 +182,12 @@ def test_local_of_this_machine() -> None:
 
 
 def test_core_warning() -> None:
-    machine = Machine(num_cores=2, memory_bytes=2**34)
-    warning = core_warning(local_cluster(8, machine), num_cores=2)
+    warning = core_warning(8, cores=2)
     assert warning is not None
     assert warning.startswith("8 ranks share 2 cores")
-    assert core_warning(local_cluster(2, machine), num_cores=2) is None
-    assert core_warning(load_cluster("128x8xh100"), num_cores=2) is None
+    assert core_warning(2, cores=2) is None
+    assert cluster_warning(local_cluster(10**6, Machine(num_cores=2, memory_bytes=2**34)))
+    assert cluster_warning(load_cluster("128x8xh100")) is None
 
 
 def test_cluster_file_short_and_whole(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from meshwright.cost.flops import hardware_flops
 from meshwright.cost.latency import (
     StageCosts,
     StepCosts,
-    Term,
+    TimeTerm,
     boundaries_s,
     optimizer_s,
     stage_costs,
@@ -161,9 +161,8 @@ def test_the_ends_of_a_pipeline_and_its_boundaries():
 
 
 def stages(forward_s: list[float], backward_s: list[float], boundaries: list[float]) -> StepCosts:
-    built = (
-        StageCosts((Term("f", f),), (Term("b", b),), (), 0, (), ()) for f, b in zip(forward_s, backward_s, strict=True)
-    )
+    pairs = zip(forward_s, backward_s, strict=True)
+    built = (StageCosts((TimeTerm("f", f),), (TimeTerm("b", b),), (), 0, (), ()) for f, b in pairs)
     return StepCosts(tuple(built), tuple(boundaries))
 
 
@@ -217,7 +216,7 @@ def test_one_micro_batch_goes_there_and_back():
 
 
 def reducing(seconds: float, num_reductions: int, backward_s: float) -> StageCosts:
-    return StageCosts((), (Term("b", backward_s),), (Term("gradients", seconds),), num_reductions, (), ())
+    return StageCosts((), (TimeTerm("b", backward_s),), (TimeTerm("gradients", seconds),), num_reductions, (), ())
 
 
 def test_backward_hides_all_but_the_last_bucket():

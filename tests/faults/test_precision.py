@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.core.batch import MicroBatch
 from meshwright.core.plan import Plan
 from meshwright.models.build import build
-from meshwright.parallel.pipeline import MicroBatch
 from meshwright.run.engine import make_mesh, parallelize
 from meshwright.train.loss_scale import LossScaleOptions
 from meshwright.train.optimizer import OptimizerOptions

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 
 from meshwright.checkpoint.pieces import flat_pieces
 from meshwright.core.axes import DP
+from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement
 from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.build import build
-from meshwright.parallel.loss import IGNORE
-from meshwright.parallel.pipeline import MicroBatch
 from meshwright.run.engine import Engine, make_mesh, parallelize
 from meshwright.train.data import PackedDataset
 from meshwright.train.optimizer import OptimizerOptions

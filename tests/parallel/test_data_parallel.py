@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -16,8 +17,6 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.data_parallel import chunk_sizes, data_parallel_memory, data_parallel_traffic
 from meshwright.models.build import build
 from meshwright.parallel.data_parallel import DataParallel
-from meshwright.parallel.loss import IGNORE
-from meshwright.parallel.pipeline import MicroBatch
 from tests.parallel.layouts import gpt2, llama, qwen3
 from tests.parallel.runs import assert_close, counted_batches, plain_gradients, plain_model
 

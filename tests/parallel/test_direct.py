@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.comm.mesh import Mesh
+from meshwright.core.batch import MicroBatch
 from meshwright.core.model import ModelSpec
 from meshwright.models.build import build
-from meshwright.parallel.pipeline import MicroBatch
 from meshwright.parallel.states import GradientSink
 from meshwright.run.engine import Engine, parallelize
 from tests.parallel.layouts import SEQ_LENGTH, gpt2, llama, make_plan, qwen3

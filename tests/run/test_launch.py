@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.run.launch import enter_ranks, num_cores, rank_variables
+from meshwright.core.sources import num_cores
+from meshwright.run.launch import enter_ranks, rank_variables
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.core.batch import IGNORE
 from meshwright.core.errors import InputError
-from meshwright.train.data import IGNORED, EvaluationSet, PackedDataset
+from meshwright.train.data import EvaluationSet, PackedDataset
 
 SEQ, BATCH, SEED = 4, 24, 11
 LAYOUTS = [
@@ -81,12 +82,12 @@ def test_masked_tokens_are_no_targets_and_ranks_may_differ():
     counts = []
     for dp_index in range(4):
         for tokens, labels in data.micro_batches(0, dp_index, 4, 3, 2):
-            wanted = torch.where(torch.from_numpy(mask)[tokens + 1], tokens + 1, IGNORED)
+            wanted = torch.where(torch.from_numpy(mask)[tokens + 1], tokens + 1, IGNORE)
             assert (labels == wanted).all()
-            counts.append(int((labels != IGNORED).sum()))
+            counts.append(int((labels != IGNORE).sum()))
     assert len(set(counts)) > 1
     one = data.micro_batches(0, 0, 1, 1, BATCH)[0][1]
-    assert sum(counts) == int((one != IGNORED).sum())
+    assert sum(counts) == int((one != IGNORE).sum())
 
 
 def test_mask_of_another_length_is_refused():
@@ -146,7 +147,7 @@ def test_evaluation_covers_every_sample_once_under_every_layout(dp, m, b):
         for dp_index in range(dp):
             for tokens, labels in evaluation.micro_batches(round_index, dp_index, dp, m, b):
                 assert tokens.shape == (b, SEQ)
-                seen += labels[labels != IGNORED].tolist()
+                seen += labels[labels != IGNORE].tolist()
     assert sorted(seen) == list(range(1, 17 * SEQ + 1))
 
 
@@ -154,6 +155,6 @@ def test_evaluation_can_be_limited():
     evaluation = EvaluationSet(np.arange(17 * SEQ + 1), SEQ, max_samples=5)
     assert evaluation.num_rounds(2) == 3
     labels = evaluation.micro_batches(2, 0, 1, 1, 2)[0][1]
-    assert labels.tolist() == [[17, 18, 19, 20], [IGNORED] * 4]
+    assert labels.tolist() == [[17, 18, 19, 20], [IGNORE] * 4]
     with pytest.raises(InputError, match="for evaluation"):
         EvaluationSet(np.arange(SEQ), SEQ)

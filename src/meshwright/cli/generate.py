@@ -7,9 +7,6 @@ from typing import Annotated
 
 import typer
 
-from meshwright.core.errors import InputError
-from meshwright.run.folder import RunFolder
-
 
 def generate_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
@@ -20,23 +17,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
 ) -> None:
     """Continue a prompt with a run's newest checkpoint, on one process and without a cache."""
+    from meshwright.run.folder import RunFolder
+    from meshwright.run.generate import continue_text
+
     typer.echo(continue_text(RunFolder(run), prompt, max_tokens, temperature, top_k, seed))
-
-
-def continue_text(
-    run: RunFolder, prompt: str, max_tokens: int, temperature: float, top_k: int | None, seed: int
-) -> str:
-    """The prompt and its continuation. Raises InputError for an empty prompt."""
-    import torch
-
-    from meshwright.models.generate import generate
-    from meshwright.run.restore import restore_plain
-    from meshwright.train.prepare import load_prepared
-
-    run.plan()
-    tokenizer = load_prepared(run.data).tokenizer()
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not ids:
-        raise InputError("the prompt is empty; give --prompt some text")
-    tokens = generate(restore_plain(run), torch.tensor([ids]), max_tokens, temperature, top_k, seed)
-    return str(tokenizer.decode(tokens[0].tolist()))

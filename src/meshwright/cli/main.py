@@ -26,9 +26,6 @@ SUMMARY = "Plan, run and prove the parallel training of transformers."
 ORDER = ("demo", "plan", "show", "train", "parity", "compare", "verify", "generate", "export")
 """How `--help` lists the commands; others follow by name."""
 
-USAGE_ERROR = 2
-"""Exit status where the command line itself is wrong."""
-
 
 @dataclass(frozen=True, slots=True)
 class Command:

@@ -33,7 +33,7 @@ def plan_command(
 ) -> None:
     """Find the fastest way to split a training job over a cluster, and say why."""
     from meshwright.core.job import Job
-    from meshwright.core.sources import core_warning, load_cluster, load_model
+    from meshwright.core.sources import cluster_warning, load_cluster, load_model
     from meshwright.planner.fix import parse_fix
     from meshwright.planner.rank import Options, plan
     from meshwright.report.tables import report_console
@@ -45,7 +45,7 @@ def plan_command(
     result = plan(load_model(model), machines, job, wanted, Options(num_ranked=top))
     console = report_console()
     _print(console, result)
-    warning = core_warning(machines)
+    warning = cluster_warning(machines)
     if warning:
         console.print(f"note: {warning}")
     if out:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.core.errors import UnsupportedError
+
 Rounding = Literal["nearest", "stochastic"]
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -42,6 +44,12 @@ class Recipe:
     def scales_loss(self) -> bool:
         """Whether backward starts with a scaled loss: fp16 has too few exponents for gradients (smallest 6e-8)."""
         return self.parameter == "fp16"
+
+    def check_runnable(self) -> None:
+        """Raises UnsupportedError where a recipe can be planned with, but not be trained with."""
+        if not self.runnable:
+            names = ", ".join(recipe.name for recipe in RECIPES.values() if recipe.runnable)
+            raise UnsupportedError(f"precision `{self.name}` is for forecasts only; train with one of {names}")
 
     @property
     def parameter_bytes(self) -> int:

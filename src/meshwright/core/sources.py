@@ -180,12 +180,16 @@ class Machine:
     memory_bytes: int
 
 
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def this_machine() -> Machine:
     """Cores and memory of this machine, or of the container's share of it."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(num_cores, min(memory_bytes, _container_limit_bytes() or memory_bytes))
+    return Machine(num_cores(), min(memory_bytes, _container_limit_bytes() or memory_bytes))
 
 
 def _container_limit_bytes() -> int | None:
@@ -216,9 +220,9 @@ def local_cluster(num_ranks: int, machine: Machine) -> ClusterSpec:
     return ClusterSpec.parse({**defaults, **sizes, "device": {**device, **shared}}, name)
 
 
-def _num_ranks(text: str, ranks: str | None, num_cores: int) -> int:
+def _num_ranks(text: str, ranks: str | None, cores: int) -> int:
     if ranks is None:
-        return num_cores
+        return cores
     if not ranks.isdecimal():
         raise InputError(f"cluster `{text}`: local:N needs a whole number of ranks, for instance local:4")
     if int(ranks) == 0:
@@ -226,13 +230,16 @@ def _num_ranks(text: str, ranks: str | None, num_cores: int) -> int:
     return int(ranks)
 
 
-def core_warning(cluster: ClusterSpec, num_cores: int | None = None) -> str | None:
-    """One line where a CPU cluster puts more ranks on this machine than it has cores, else None."""
-    cores = num_cores or this_machine().num_cores
-    ranks = cluster.devices_per_node
-    if cluster.backend != "gloo" or ranks <= cores:
+def cluster_warning(cluster: ClusterSpec) -> str | None:
+    """:func:`core_warning` of a CPU cluster; None for other clusters, whose ranks are not this machine's."""
+    return core_warning(cluster.devices_per_node, num_cores()) if cluster.backend == "gloo" else None
+
+
+def core_warning(num_ranks: int, cores: int) -> str | None:
+    """One line where this machine has more ranks than cores, else None."""
+    if num_ranks <= cores:
         return None
     return (
-        f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}: right for a rehearsal, "
+        f"{num_ranks} ranks share {cores} core{'s' if cores > 1 else ''}: right for a rehearsal, "
         "but times say nothing about a machine with a core for each"
     )

@@ -35,14 +35,14 @@ _FLAG_BYTES = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class ByteTerm:
     """One named part of a memory footprint."""
 
     name: str
     bytes: int
 
 
-def total_bytes(terms: Iterable[Term]) -> int:
+def total_bytes(terms: Iterable[ByteTerm]) -> int:
     """Sum of terms."""
     return sum(term.bytes for term in terms)
 
@@ -61,13 +61,13 @@ class _Sizes:
     element_bytes: int
     statistic_bytes: int
 
-    def kept(self, name: str, elements: int) -> Term:
+    def kept(self, name: str, elements: int) -> ByteTerm:
         """A tensor in the dtype of the parameters."""
-        return Term(name, self.tokens * elements * self.element_bytes)
+        return ByteTerm(name, self.tokens * elements * self.element_bytes)
 
-    def statistics(self, name: str, elements: int) -> Term:
+    def statistics(self, name: str, elements: int) -> ByteTerm:
         """A tensor in at least fp32."""
-        return Term(name, self.tokens * elements * self.statistic_bytes)
+        return ByteTerm(name, self.tokens * elements * self.statistic_bytes)
 
 
 def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
@@ -87,12 +87,12 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
     )
 
 
-def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[Term]:
+def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[ByteTerm]:
     statistics = 2 if spec.norm == "layernorm" else 1
     return [z.kept(f"{name} input", z.hidden), z.statistics(f"{name} statistics", statistics)]
 
 
-def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[Term]:
+def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
     terms = [z.kept("mlp input", z.hidden)]
     if not spec.gated_mlp:
         terms += [z.kept("up", z.ffn), z.kept("activated", z.ffn)]
@@ -102,16 +102,16 @@ def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[Term]:
     return _expert_terms(spec, z, terms) if spec.num_experts else terms
 
 
-def _expert_terms(spec: ModelSpec, z: _Sizes, one: list[Term]) -> list[Term]:
+def _expert_terms(spec: ModelSpec, z: _Sizes, one: list[ByteTerm]) -> list[ByteTerm]:
     """Router input and scores, then all of one expert, its copy of the input included, for each expert of a token.
 
     A forecast only: mixtures of experts are not built yet, so that nothing is counted against it.
     """
     router = [z.kept("router input", z.hidden), z.statistics("router scores", spec.num_experts)]
-    return [*router, *(Term(f"experts' {term.name}", term.bytes * spec.experts_per_token) for term in one)]
+    return [*router, *(ByteTerm(f"experts' {term.name}", term.bytes * spec.experts_per_token) for term in one)]
 
 
-def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What one layer keeps of one micro-batch on one rank when nothing is recomputed.
 
     Args:
@@ -140,7 +140,7 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Ter
     ]
 
 
-def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What one layer keeps from its forward to its backward: its input alone under full recompute.
 
     Under full recompute the terms of :func:`layer_terms`, less that input, live besides for the one layer whose
@@ -152,25 +152,25 @@ def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> lis
     return [z.kept("layer input", z.hidden)]
 
 
-def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks."""
     z = _sizes(spec, strategy, b, s)
-    terms = [Term("token ids", z.tokens * _INDEX_BYTES), Term("ids of other ranks", z.tokens * _FLAG_BYTES)]
-    return [*terms, Term("positions", s * _INDEX_BYTES)] if spec.positions == "learned" else terms
+    terms = [ByteTerm("token ids", z.tokens * _INDEX_BYTES), ByteTerm("ids of other ranks", z.tokens * _FLAG_BYTES)]
+    return [*terms, ByteTerm("positions", s * _INDEX_BYTES)] if spec.positions == "learned" else terms
 
 
-def head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+def head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the final norm and the head keep; the logits are the loss's."""
     z = _sizes(spec, strategy, b, s)
     return [*_norm_terms(spec, z, "final norm"), z.kept("head input", z.hidden)]
 
 
-def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Term]:
+def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the vocabulary-parallel cross entropy keeps: exponentials in the logits' place, and five numbers a token."""
     z = _sizes(spec, strategy, b, s)
     return [
         z.statistics("exponentials", z.vocab),
         z.statistics("sums and target logits", 2),
-        Term("targets", z.tokens * _INDEX_BYTES),
-        Term("target flags", 2 * z.tokens * _FLAG_BYTES),
+        ByteTerm("targets", z.tokens * _INDEX_BYTES),
+        ByteTerm("target flags", 2 * z.tokens * _FLAG_BYTES),
     ]

@@ -20,7 +20,7 @@ from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.strategy import Strategy
-from meshwright.cost.activations import Term, embedding_terms, head_terms, layer_terms, total_bytes
+from meshwright.cost.activations import ByteTerm, embedding_terms, head_terms, layer_terms, total_bytes
 from meshwright.cost.memory import tables_bytes
 
 INDEX_BYTES = 8
@@ -105,7 +105,7 @@ def _logits_bytes(model: ModelSpec, job: Job, strategy: Strategy, sequences: int
     return sequences * job.seq_length * model.vocab_size * strategy.recipe.parameter_bytes
 
 
-def _replica_terms(model: ModelSpec, job: Job, strategy: Strategy, sequences: int) -> list[Term]:
+def _replica_terms(model: ModelSpec, job: Job, strategy: Strategy, sequences: int) -> list[ByteTerm]:
     """What one replica keeps from forward to backward. A plain embedding keeps no flags of other ranks' ids."""
     alone = Strategy(precision=strategy.precision)
     b, s = sequences, job.seq_length
@@ -114,11 +114,11 @@ def _replica_terms(model: ModelSpec, job: Job, strategy: Strategy, sequences: in
     return [*ids, *layers, *head_terms(model, alone, b, s)]
 
 
-def _loss_terms(model: ModelSpec, job: Job, strategy: Strategy, sequences: int) -> list[Term]:
+def _loss_terms(model: ModelSpec, job: Job, strategy: Strategy, sequences: int) -> list[ByteTerm]:
     """What the plain cross entropy keeps, of the whole batch: log-probabilities, labels, and their total weight."""
     tokens = sequences * job.seq_length
     return [
-        Term("log-probabilities", tokens * model.vocab_size * strategy.recipe.statistic_bytes),
-        Term("labels", tokens * INDEX_BYTES),
-        Term("weight of the labels", strategy.recipe.statistic_bytes),
+        ByteTerm("log-probabilities", tokens * model.vocab_size * strategy.recipe.statistic_bytes),
+        ByteTerm("labels", tokens * INDEX_BYTES),
+        ByteTerm("weight of the labels", strategy.recipe.statistic_bytes),
     ]

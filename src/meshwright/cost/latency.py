@@ -35,14 +35,14 @@ from meshwright.cost.traffic import hidden_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class TimeTerm:
     """One named part of a duration."""
 
     name: str
     seconds: float
 
 
-def total_s(terms: Sequence[Term]) -> float:
+def total_s(terms: Sequence[TimeTerm]) -> float:
     """Sum of terms."""
     return sum(term.seconds for term in terms)
 
@@ -51,14 +51,14 @@ def total_s(terms: Sequence[Term]) -> float:
 class StageCosts:
     """What one rank of a pipeline stage spends. `forward` and `backward` are of one micro-batch."""
 
-    forward: tuple[Term, ...]
-    backward: tuple[Term, ...]
-    reduction: tuple[Term, ...]
+    forward: tuple[TimeTerm, ...]
+    backward: tuple[TimeTerm, ...]
+    reduction: tuple[TimeTerm, ...]
     """Gradient buckets; backward of the last micro-batch may hide them."""
     num_reductions: int
-    after: tuple[Term, ...]
+    after: tuple[TimeTerm, ...]
     """Scalar reductions and the gather of updated parameters; nothing hides them."""
-    optimizer: tuple[Term, ...]
+    optimizer: tuple[TimeTerm, ...]
     num_reducing: int = 1
     """Backwards of a step that reduce: the last one, or with ZeRO-2 and 3 each."""
 
@@ -136,26 +136,26 @@ def stage_costs(
 
     recompute = strategy.recompute == "full"
     forward = (
-        Term("layers", flops.layers / speed),
-        Term("head", flops.head / speed),
-        Term("tensor-parallel reductions", collectives("forward")),
+        TimeTerm("layers", flops.layers / speed),
+        TimeTerm("head", flops.head / speed),
+        TimeTerm("tensor-parallel reductions", collectives("forward")),
     )
     backward = (
-        Term("layers", 2 * flops.layers / speed),
-        Term("head", 2 * flops.head / speed),
-        Term("tensor-parallel reductions", collectives("backward")),
-        Term("recomputation", flops.layers / speed * recompute + collectives("recompute")),
+        TimeTerm("layers", 2 * flops.layers / speed),
+        TimeTerm("head", 2 * flops.head / speed),
+        TimeTerm("tensor-parallel reductions", collectives("backward")),
+        TimeTerm("recomputation", flops.layers / speed * recompute + collectives("recompute")),
     )
     num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
     forward_gather_s, backward_gather_s = _gathers_s(phases.get("gather", 0.0), strategy)
     return StageCosts(
         forward=(*forward, _gathering(forward_gather_s, total_s(forward), num_blocks, strategy)),
         backward=(*backward, _gathering(backward_gather_s, total_s(backward), num_blocks, strategy)),
-        reduction=(Term("gradients", phases.get("gradients", 0.0)),),
+        reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
         num_reducing=m if strategy.zero >= 2 else 1,
-        after=tuple(Term(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
-        optimizer=(Term("optimizer", optimizer_s(num_parameters, job, strategy, cluster)),),
+        after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
+        optimizer=(TimeTerm("optimizer", optimizer_s(num_parameters, job, strategy, cluster)),),
     )
 
 
@@ -167,11 +167,11 @@ def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
     return each_s, each_s
 
 
-def _gathering(gather_s: float, compute_s: float, num_blocks: int, strategy: Strategy) -> Term:
+def _gathering(gather_s: float, compute_s: float, num_blocks: int, strategy: Strategy) -> TimeTerm:
     """What gathering adds: all of it, or, where blocks are gathered ahead, the first block and what the others take
     longer than the blocks that run meanwhile."""
     hidden_s = min(gather_s, compute_s) * (1 - 1 / num_blocks) if strategy.prefetch else 0.0
-    return Term("parameter gathering", gather_s - hidden_s)
+    return TimeTerm("parameter gathering", gather_s - hidden_s)
 
 
 def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
@@ -254,7 +254,7 @@ def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> 
     )
 
 
-def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[Term, ...]:
+def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
     """The step by cause, on the stage that works longest; the terms add up to `time.total_s`."""
     slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
     m = strategy.num_micro_batches
@@ -262,8 +262,8 @@ def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[Te
     for term in (*slowest.forward, *slowest.backward):
         work[term.name] = work.get(term.name, 0.0) + m * term.seconds
     return (
-        *(Term(name, seconds) for name, seconds in work.items()),
-        Term("bubble and transfers", max(0.0, time.pipeline_s - sum(work.values()))),
-        Term("data-parallel communication", time.data_comm_exposed_s),
-        Term("optimizer", time.optimizer_s),
+        *(TimeTerm(name, seconds) for name, seconds in work.items()),
+        TimeTerm("bubble and transfers", max(0.0, time.pipeline_s - sum(work.values()))),
+        TimeTerm("data-parallel communication", time.data_comm_exposed_s),
+        TimeTerm("optimizer", time.optimizer_s),
     )

@@ -27,11 +27,6 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     return _ordered(counts)
 
 
-def total_parameters(spec: ModelSpec) -> int:
-    """N: every logical parameter once."""
-    return spec.num_parameters
-
-
 def matmul_parameters(spec: ModelSpec) -> int:
     """N_mm: parameters that one token meets in a matrix product.
 

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.model import ModelSpec
 from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
 from meshwright.models.rope import Rope
@@ -176,7 +175,7 @@ class Decoder(nn.Module):
             InputError: s is more than the learned positions.
             UnsupportedError: s is more than the sliding window.
         """
-        self._check_length(x.shape[1])
+        self.spec.check_length(x.shape[1])
         if self.embedding is not None:
             x = self.embedding(x)
             if self.positions is not None:
@@ -186,15 +185,3 @@ class Decoder(nn.Module):
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.head is None else self.head(x)
-
-    def _check_length(self, length: int) -> None:
-        spec = self.spec
-        if spec.positions == "learned" and length > spec.max_positions:
-            raise InputError(
-                f"{length} tokens, but `{spec.name}` has {spec.max_positions} learned positions; shorten the sequences"
-            )
-        if spec.sliding_window is not None and length > spec.sliding_window:
-            raise UnsupportedError(
-                f"{length} tokens are more than the sliding window of {spec.sliding_window} of `{spec.name}`; "
-                f"windowed attention is not implemented, use sequences of at most {spec.sliding_window}"
-            )

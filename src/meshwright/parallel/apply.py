@@ -16,7 +16,8 @@ from torch import nn
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP, PP, TP, WORLD
-from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.batch import IGNORE, MicroBatch
+from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
@@ -25,8 +26,8 @@ from meshwright.parallel import direct, pipeline, recompute, tensor, tiling
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
-from meshwright.parallel.loss import IGNORE, cross_entropy_sum
-from meshwright.parallel.pipeline import MicroBatch, StageRunner
+from meshwright.parallel.loss import cross_entropy_sum
+from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.shards import gather_start
 from meshwright.parallel.states import DTYPES, FlatStates
 from meshwright.schedule.build import forward_program, program
@@ -59,10 +60,7 @@ class ParallelModel:
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> None:
-        if not strategy.recipe.runnable:
-            raise UnsupportedError(
-                f"precision `{strategy.precision}` is for forecasts only; train with bf16 or bf16-16"
-            )
+        strategy.recipe.check_runnable()
         self.spec = spec
         self.strategy = strategy
         self.mesh = mesh

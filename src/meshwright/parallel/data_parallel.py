@@ -32,11 +32,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.comm.ledger import Ledger
 from meshwright.core.axes import DP
+from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.parallel.census import ActivationCensus
-from meshwright.parallel.loss import IGNORE
-from meshwright.parallel.pipeline import MicroBatch
 
 DTYPES = (torch.float32, torch.float64)
 """What it was made for: a parameter is its own master copy."""

@@ -13,9 +13,7 @@ import torch
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Axis
-
-IGNORE = -100
-"""Label of a token that does not count."""
+from meshwright.core.batch import IGNORE
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

@@ -20,15 +20,12 @@ from meshwright.comm.collectives import Work
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.core.axes import PP
+from meshwright.core.batch import MicroBatch
 from meshwright.core.model import ModelSpec
 from meshwright.core.program import Action, Kind
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""(token ids [b, s], labels [b, s]); label -100 does not count."""
-
 
 MAX_SENDS = 2
 """Sends under way per rank before the oldest is waited for."""

@@ -11,7 +11,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
 from meshwright.cost.flops import mfu
-from meshwright.cost.latency import Term
+from meshwright.cost.latency import TimeTerm
 from meshwright.planner.enumerate import Refusal
 from meshwright.planner.price import Forecast, Pricer
 
@@ -131,9 +131,9 @@ def _against(winner: Forecast, like: Sequence[Forecast], pricer: Pricer) -> str:
     return f"{name} is {slower:.1%} slower, mostly for {cause.name} (+{format_time(cause.seconds)})"
 
 
-def _largest_increase(before: Sequence[Term], after: Sequence[Term]) -> Term:
+def _largest_increase(before: Sequence[TimeTerm], after: Sequence[TimeTerm]) -> TimeTerm:
     base = {term.name: term.seconds for term in before}
-    return max((Term(t.name, t.seconds - base.get(t.name, 0.0)) for t in after), key=lambda term: term.seconds)
+    return max((TimeTerm(t.name, t.seconds - base.get(t.name, 0.0)) for t in after), key=lambda term: term.seconds)
 
 
 def _rules(advice: Sequence[tuple[str, str]]) -> str:

@@ -21,7 +21,7 @@ from meshwright.core.units import format_bytes
 from meshwright.cost.latency import (
     StageCosts,
     StepCosts,
-    Term,
+    TimeTerm,
     boundaries_s,
     has_bound,
     stage_costs,
@@ -138,7 +138,7 @@ class Pricer:
         self.num_simulations += 1
         return last_work_ends_s(simulate(build_program(strategy), costs))
 
-    def terms(self, forecast: Forecast) -> tuple[Term, ...]:
+    def terms(self, forecast: Forecast) -> tuple[TimeTerm, ...]:
         """The step's seconds by cause; they add up to the forecast's total."""
         return step_terms(self.step_costs(forecast.strategy), forecast.strategy, forecast.step_time)
 

@@ -14,6 +14,7 @@ from meshwright.checkpoint import store
 from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh, start
+from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.placement import kv_replicas
@@ -21,7 +22,6 @@ from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.hf import HFCheckpoint
 from meshwright.parallel.apply import ParallelModel
-from meshwright.parallel.pipeline import MicroBatch
 from meshwright.train.optimizer import FlatOptimizer, OptimizerOptions
 
 

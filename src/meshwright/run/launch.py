@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.core.errors import InputError, RankError
+from meshwright.core.sources import core_warning, num_cores
 from meshwright.run.command import LOG, PARENT, RECORD, is_launched
 from meshwright.run.environment import World, detect
 from meshwright.run.failure import Failure, first_cause
@@ -100,11 +101,6 @@ def launch(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None, 
         shutil.rmtree(logs, ignore_errors=True)
 
 
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def rank_variables(rank: int, num_ranks: int, logs: Path, records: Path) -> dict[str, str]:
     """Environment variables of one rank besides torchrun's. What the user has set is left alone."""
     defaults = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -150,12 +146,9 @@ def _log_hint(log: Path) -> str:
 
 
 def _warn_about_cores(num_ranks: int) -> None:
-    if num_ranks > num_cores():
-        print(
-            f"meshwright: warning: {num_ranks} ranks share {num_cores()} cores; the run is right, but slower than "
-            f"on {num_ranks} devices",
-            file=sys.stderr,
-        )
+    warning = core_warning(num_ranks, num_cores())
+    if warning:
+        print(f"meshwright: warning: {warning}", file=sys.stderr)
 
 
 def _leave_progress_line() -> None:

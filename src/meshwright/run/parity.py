@@ -15,14 +15,13 @@ import torch.nn.functional as F
 
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP
+from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.job import Job
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
 from meshwright.models import init
 from meshwright.models.build import build
-from meshwright.parallel.loss import IGNORE
-from meshwright.parallel.pipeline import MicroBatch
 from meshwright.parallel.states import DTYPES
 from meshwright.rehearse.verify import rank_differences
 from meshwright.run.engine import Engine

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint
@@ -50,14 +50,8 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
 def check_runnable(plan: Plan) -> None:
     """Raises UnsupportedError where a plan can be made but not yet carried out."""
     build(plan.model)
-    window = plan.model.sliding_window
-    if window is not None and plan.job.seq_length > window:
-        raise UnsupportedError(
-            f"sequences of {plan.job.seq_length} tokens are longer than the sliding window of {window} of "
-            f"`{plan.model.name}`, and windowed attention is not implemented; plan for --seq {window} at most"
-        )
-    if not plan.strategy.recipe.runnable:
-        raise UnsupportedError(f"precision `{plan.strategy.precision}` is for forecasts only; plan for `bf16`")
+    plan.model.check_length(plan.job.seq_length)
+    plan.strategy.recipe.check_runnable()
 
 
 def _check_same_run(plan: Plan, options: TrainOptions, run: RunFolder) -> None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from meshwright.checkpoint import latest
 from meshwright.comm.collectives import barrier
 from meshwright.core.axes import DP, WORLD
+from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError
 from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.record import RankRecord
 from meshwright.models.build import build
-from meshwright.parallel.pipeline import MicroBatch
 from meshwright.run.engine import StepStats, make_mesh, parallelize
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions

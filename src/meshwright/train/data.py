@@ -18,13 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError
-
-IGNORED = -100
-"""Label of a position that counts for nothing, as in `torch.nn.functional.cross_entropy`."""
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
-"""tokens [b, s] and labels [b, s], int64; labels[i, t] is the token after tokens[i, t], or IGNORED."""
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
@@ -49,7 +44,7 @@ class _Samples:
                 window = slice(sample * self.seq_length, (sample + 1) * self.seq_length + 1)
                 rows[row] = self.tokens[window]
                 targets[row] = True if self.mask is None else self.mask[window]
-        labels = np.where(targets[:, 1:], rows[:, 1:], IGNORED)
+        labels = np.where(targets[:, 1:], rows[:, 1:], IGNORE)
         return torch.from_numpy(np.ascontiguousarray(rows[:, :-1])), torch.from_numpy(labels)
 
 
@@ -61,7 +56,7 @@ class PackedDataset:
         seq_length: tokens per sample, s.
         global_batch_size: samples per step, over all ranks.
         seed: of the order.
-        mask: [num_tokens] bool, False where a token is no target (its label is IGNORED).
+        mask: [num_tokens] bool, False where a token is no target (its label is IGNORE).
 
     Raises:
         InputError: fewer tokens than one global batch needs.
