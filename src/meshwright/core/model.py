@@ -16,7 +16,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from meshwright.core.errors import InputError, UnsupportedError
-from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.values import MAX_SIZE, Value
 
 MAX_LAYERS = 100_000
@@ -106,24 +105,6 @@ class ModelSpec(Value):
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs")
         return self
-
-    def check_length(self, num_tokens: int) -> None:
-        """Refuse sequences that the model cannot take.
-
-        Raises:
-            InputError: more tokens than learned positions.
-            UnsupportedError: more tokens than the sliding window.
-        """
-        if self.positions == "learned" and num_tokens > self.max_positions:
-            raise InputError(
-                f"{num_tokens} tokens, but `{self.name}` has {self.max_positions} learned positions; "
-                "shorten the sequences"
-            )
-        if self.sliding_window is not None and num_tokens > self.sliding_window:
-            raise UnsupportedError(
-                f"{num_tokens} tokens are more than the sliding window of {self.sliding_window} of `{self.name}`; "
-                f"windowed attention is not implemented, use sequences of at most {self.sliding_window}"
-            )
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse sequences that the model cannot take.
