@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 NUM_WORKERS = 8
-_PRELOAD = ["torch", "torch.distributed", "pytest", "meshwright.comm.p2p", "meshwright.run.parity"]
+_PRELOAD = ["torch", "torch.distributed", "pytest", "torch._dynamo", "meshwright.comm.p2p", "meshwright.run.parity"]
 _GRACE_S = 5.0
 """How long the other ranks may take to notice that one has failed."""
 

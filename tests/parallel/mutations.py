@@ -53,6 +53,9 @@ class _Lacking(Alone):
             return super().all_gather(out.view(self.size, -1)[self.rank], x)
         return self.whole.all_gather(out, x)
 
+    def broadcast(self, x: Tensor, root: int) -> Handle:
+        return self.whole.broadcast(x, root)
+
 
 def without(
     axis: str, primitive: str, phase: str, is_left_out: Callable[[int], bool] = lambda number: True

@@ -66,7 +66,7 @@ def _no_backward_sum(at: int) -> Mutation:
 def _counts_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     def count(self: ParallelModel, batches: Any) -> torch.Tensor:
         with self.mesh.ledger.phase("count"):
-            all_reduce(torch.zeros((), dtype=torch.float64), self.mesh["dp"])
+            all_reduce(torch.zeros(2, dtype=torch.float64), self.mesh["dp"])
         return right(self, batches)
 
     return count
@@ -141,7 +141,7 @@ CONTROLS = {
         ratio=2.0,
     ),
     # The update.
-    "no clipping": Control(replaced(FlatOptimizer, "_clip_divisor", _unclipped), LLAMA, D2, "weight", r"adamw"),
+    "no clipping": Control(replaced(FlatOptimizer, "_divisor", _unclipped), LLAMA, D2, "weight", r"adamw"),
     "decay of vectors": Control(
         replaced(Placement, "decay", lambda right: property(lambda self: True)),
         LLAMA,

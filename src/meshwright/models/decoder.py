@@ -14,8 +14,6 @@ Shapes: b sequences, s tokens, h hidden, a query heads, g key/value heads, d hea
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,8 +21,6 @@ from torch import nn
 from meshwright.core.model import ModelSpec
 from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
 from meshwright.models.rope import Rope
-
-_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class RMSNorm(nn.Module):
@@ -60,19 +56,26 @@ def _norm(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Modul
     return kind(spec.hidden_size, spec.norm_eps, device, dtype)
 
 
+class _Linear(nn.Linear):
+    """Weights are set from outside; a default initialisation would only take time, on the meta device most."""
+
+    def reset_parameters(self) -> None:
+        return
+
+
+class _Embedding(nn.Embedding):
+    """As :class:`_Linear`."""
+
+    def reset_parameters(self) -> None:
+        return
+
+
 def _linear(into: int, out: int, bias: bool, device: torch.device, dtype: torch.dtype) -> nn.Linear:
-    return _allocated(nn.Linear(into, out, bias, device="meta", dtype=dtype), device)
+    return _Linear(into, out, bias, device=device, dtype=dtype)
 
 
 def _embedding(rows: int, size: int, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
-    return _allocated(nn.Embedding(rows, size, device="meta", dtype=dtype), device)
-
-
-def _allocated(module: _Module, device: torch.device) -> _Module:
-    """Give a module made on the meta device its storage, without the time of a default initialisation."""
-    for name, parameter in list(module.named_parameters()):
-        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
-    return module
+    return _Embedding(rows, size, device=device, dtype=dtype)
 
 
 class Attention(nn.Module):

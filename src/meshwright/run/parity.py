@@ -1,20 +1,22 @@
 """Parity: a plan's layout on a tiny model beside one process, number by number.
 
-Every rank runs the reference itself (the model is tiny) and compares the boxes that it holds: gradients
-before clipping, gradient norm, loss, and weights after SGD and after clipped AdamW. SGD shows constant factors
-that Adam hides. Inputs differ on every rank, and so do the numbers of counted tokens.
+Rank 0 runs the reference (the model is tiny), the others hear what it found, and each rank compares the boxes
+that it holds: gradients before clipping, gradient norm, loss, and weights after SGD and after clipped AdamW. SGD
+shows constant factors that Adam hides. Inputs differ on every rank, and so do the numbers of counted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
 
+from meshwright.comm.collectives import broadcast
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import DP
+from meshwright.core.axes import DP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.job import Job
 from meshwright.core.placement import Placement
@@ -27,7 +29,8 @@ from meshwright.rehearse.verify import rank_differences
 from meshwright.run.engine import Engine
 from meshwright.train.optimizer import OptimizerOptions
 
-NUM_STEPS = 3
+NUM_STEPS = {"sgd": 2, "adamw": 3}
+"""SGD keeps nothing but the weights from a step to the next; AdamW's moments have been used twice after three."""
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-2}
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest difference, relative to the largest element of the reference."""
@@ -42,6 +45,8 @@ EPSILON = 1e-3
 
 StepBatches = list[list[MicroBatch]]
 """[dp rank][micro-batch]."""
+Tensors = Mapping[str, torch.Tensor]
+"""By logical name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,52 @@ class Reference:
         return dict(self.model.named_parameters())
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """What one process found in a step."""
+
+    loss: float
+    norm: float
+    """Before clipping."""
+    gradients: Tensors
+    weights: Tensors
+    """After the update."""
+
+
+def reference_steps(plan: Plan, options: OptimizerOptions, mesh: Mesh, seed: int) -> list[ReferenceStep]:
+    """The steps of :class:`Reference`, run on rank 0 and sent to all. Collective; the ledger is empty afterwards."""
+    shapes = {param.name: param.shape for param in plan.model.parameters()}
+    dtype, num_steps = DTYPES[plan.strategy.recipe.parameter], NUM_STEPS[options.kind]
+    rows = torch.empty(num_steps, 2 + 2 * sum(map(prod, shapes.values())), dtype=dtype, device=mesh.device)
+    if mesh.rank == 0:
+        reference = Reference(plan, options, seed)
+        for step in range(num_steps):
+            rows[step] = _run_reference(reference, make_batches(plan.job, plan, seed, step), shapes)
+    broadcast(rows, mesh[WORLD], 0)
+    mesh.ledger.take()
+    return [_read_row(row, shapes) for row in rows]
+
+
+def _run_reference(reference: Reference, batches: StepBatches, names: Iterable[str]) -> torch.Tensor:
+    """One step as a row of numbers: loss, norm, gradients, weights."""
+    loss = reference.gradients(batches)
+    parameters = reference.parameters()
+    gradients = torch.cat([parameters[name].grad.flatten() for name in names])  # a copy: clipping is in place
+    norm = reference.update()
+    weights = torch.cat([parameters[name].detach().flatten() for name in names])
+    return torch.cat([weights.new_tensor([loss, norm]), gradients, weights])
+
+
+def _read_row(row: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> ReferenceStep:
+    sizes = [prod(shape) for shape in shapes.values()]
+    numbers, *halves = row.split([2, sum(sizes), sum(sizes)])
+    gradients, weights = (
+        {name: piece.view(shapes[name]) for name, piece in zip(shapes, half.split(sizes), strict=True)}
+        for half in halves
+    )
+    return ReferenceStep(*numbers.tolist(), gradients, weights)
+
+
 def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0) -> Mismatch | None:
     """Run the plan's layout and the reference side by side. Collective; returns this rank's first mismatch."""
     found: list[Mismatch] = []
@@ -130,29 +181,28 @@ def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0) -> Mismatch | None:
         options = OptimizerOptions(kind=kind, clip_norm=clip, eps=EPSILON)
         engine = Engine(build(plan.model), plan, mesh, options)
         engine.initialize(seed)
-        found += _compare_run(engine, Reference(plan, options, seed), seed)  # to the end: no rank leaves others waiting
+        expected = reference_steps(plan, options, mesh, seed)
+        found += _compare_run(engine, expected, seed)  # to the end: no rank leaves others waiting
     return found[0] if found else None
 
 
-def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mismatch]:
-    plan, kind = engine.plan, reference.options.kind
+def _compare_run(engine: Engine, expected: Iterable[ReferenceStep], seed: int) -> Iterator[Mismatch]:
+    plan, kind = engine.plan, engine.optimizer.options.kind
     tight = TOLERANCE[plan.strategy.precision]
     loose = tight * LATER_GRADIENTS[plan.strategy.precision]
-    for step in range(NUM_STEPS):
+    for step, reference in enumerate(expected):
         at, allowed = f"{kind} step {step}", loose if step else tight
         batches = make_batches(plan.job, plan, seed, step)
         with engine.parallel.census() as census:
             loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
-        expected_loss = reference.gradients(batches)
-        gradients = _compare_boxes(engine, engine.parallel.states.gradients(), lambda p: p.grad, reference, allowed)
+        gradients = _compare_boxes(engine, engine.parallel.states.gradients(), reference.gradients, allowed)
         yield from (Mismatch("gradient", f"{name} ({at})", *error) for name, *error in gradients)
         stats = engine.update(loss, LEARNING_RATE[kind])
-        expected_norm = reference.update()
-        for what, ours, expected in (("loss", stats.loss, expected_loss), ("norm", stats.grad_norm, expected_norm)):
-            error = abs(float(ours) - expected) / max(abs(expected), 1e-30)
+        for what, ours, theirs in (("loss", stats.loss, reference.loss), ("norm", stats.grad_norm, reference.norm)):
+            error = abs(float(ours) - theirs) / max(abs(theirs), 1e-30)
             if not error <= tight:
-                yield Mismatch(what, at, error, float(ours) / expected if expected else None)
-        weights = _compare_boxes(engine, engine.parallel.states.weights(), lambda p: p.detach(), reference, tight)
+                yield Mismatch(what, at, error, float(ours) / theirs if theirs else None)
+        weights = _compare_boxes(engine, engine.parallel.states.weights(), reference.weights, tight)
         yield from (Mismatch("weight", f"{name} ({at})", *error) for name, *error in weights)
         yield from _compare_with_forecast(engine, census.peak_bytes, at)
 
@@ -160,16 +210,14 @@ def _compare_run(engine: Engine, reference: Reference, seed: int) -> Iterator[Mi
 def _compare_boxes(
     engine: Engine,
     runs: Iterator[tuple[Placement, torch.Tensor, slice]],
-    read: Callable[[torch.nn.Parameter], torch.Tensor],
-    reference: Reference,
+    reference: Tensors,
     tolerance: float,
 ) -> Iterator[tuple[str, float, float | None]]:
     """(parameter, relative error, ratio) of every box that differs, in forward order."""
-    parameters = reference.parameters()
-    largest = max(float(read(p).abs().max()) for p in parameters.values())
+    largest = max(float(whole.abs().max()) for whole in reference.values())
     order = {param.name: i for i, param in enumerate(engine.plan.model.parameters())}
     for placement, ours, run in sorted(runs, key=lambda item: order[item[0].name]):
-        whole = read(parameters[placement.name])
+        whole = reference[placement.name]
         expected = whole[placement.box.slices].flatten()[run]
         scale = max(float(whole.abs().max()), SMALL * largest, 1e-30)
         error = float((ours - expected).abs().max()) / scale if expected.numel() else 0.0
