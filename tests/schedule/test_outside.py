@@ -73,7 +73,7 @@ def add_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 
 
 def test_a_strategy_and_its_program(add_file) -> None:
-    with pytest.raises(ValueError, match="no such schedule; choose one of 1f1b, gpipe, naive"):
+    with pytest.raises(InputError, match="no such schedule; choose one of 1f1b, gpipe, naive"):
         Strategy(schedule="last-first")
     add_file("last_first", LAST_FIRST)
     assert list(schedules()) == ["1f1b", "gpipe", "last-first", "naive"]
