@@ -36,23 +36,17 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import nodes
 import torch
-import torch.nn.functional as F
+from contenders import SEED, SIZES, Ddp, Size, Step, fsdp2, make_plan, our_engine, our_step, quartiles, rounds, timed
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.distributed.fsdp import fully_shard  # noqa: TID251 (a peer)
-from train_step import BASE, LEARNING_RATE, SEED, SIZES, Ddp, Size, Step, adamw, batch, our_engine
 
 from meshwright.comm import collectives, mesh
 from meshwright.core.axes import DP_ACROSS, WORLD, coordinates_of
-from meshwright.core.cluster import ClusterSpec, Device, Link
-from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.cost.traffic import traffic
@@ -62,7 +56,7 @@ from meshwright.run.engine import Engine
 
 NUM_NODES, RANKS_PER_NODE = 2, 2
 RANKS = NUM_NODES * RANKS_PER_NODE
-FSDP2, DDP_SMALL, FLOOR = "fsdp2", "ddp-small", "floor"
+BASE, FSDP2, DDP_SMALL, FLOOR = "ddp", "fsdp2", "ddp-small", "floor"
 OURS = {
     "flat-0": Strategy(dp=RANKS),
     **{f"zero-{zero}": Strategy(dp=RANKS, zero=zero) for zero in (0, 1, 2, 3)},
@@ -108,24 +102,10 @@ class Result:
     """Ours only: payload that this rank sends across nodes in a step. Its ledger has counted the same."""
 
 
-def make_plan(size: Size, name: str, bucket_mib: float) -> Plan:
-    """The plan of one of ours; the numbers of its cluster price nothing here."""
-    device = Device(name="cpu", memory_bytes=2**40, memory_bandwidth_bytes_per_s=1e10, peak_flops_per_s={"fp32": 1e11})
-    memory = Link(name="memory", bandwidth_bytes_per_s=1e9, latency_s=1e-4)
-    cable = Link(name="cable", bandwidth_bytes_per_s=1.25e7, latency_s=1e-3)
-    per_node = RANKS if name.startswith("flat") else RANKS_PER_NODE
-    cluster = ClusterSpec(
-        name="nodes", num_nodes=RANKS // per_node, devices_per_node=per_node, device=device, intra_link=memory,
-        inter_link=cable, backend="gloo",
-    )  # fmt: skip
-    return Plan(
-        model=size.spec(),
-        cluster=cluster,
-        job=Job(seq_length=size.seq_length, global_batch_size=RANKS * size.batch_per_rank),
-        strategy=OURS[name].model_copy(
-            update={"micro_batch_size": size.batch_per_rank, "bucket_bytes": int(bucket_mib * 2**20)}
-        ),
-    )
+def plan_of(size: Size, name: str, bucket_mib: float) -> Plan:
+    """The plan of one of ours."""
+    strategy = OURS[name].model_copy(update={"bucket_bytes": int(bucket_mib * 2**20)})
+    return make_plan(size, strategy, num_nodes=1 if name.startswith("flat") else NUM_NODES)
 
 
 def forecast_bytes(plan: Plan, rank: int) -> int:
@@ -134,29 +114,12 @@ def forecast_bytes(plan: Plan, rank: int) -> int:
     return traffic(plan.model, plan.job, plan.strategy, at).by_axis().get(DP_ACROSS, 0)
 
 
-def fsdp2(model: nn.Module, clip: float | None) -> Step:
-    """A step of `fully_shard`, parameters freed again after forward."""
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = adamw(model.parameters())
-
-    def step(tokens: torch.Tensor, labels: torch.Tensor) -> None:
-        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
 def make_steps(task: Task, world: mesh.Mesh) -> tuple[dict[str, Step], dict[str, Engine]]:
     """Contender → its step, and ours → its engine; all from the same weights."""
     spec = task.size.spec()
     model = build(spec, "cpu")
     init.initialize(model, spec, SEED)
-    plans = {name: make_plan(task.size, name, task.bucket_mib) for name in task.contenders if name in OURS}
+    plans = {name: plan_of(task.size, name, task.bucket_mib) for name in task.contenders if name in OURS}
     engines = {name: our_engine(plan, world, model, task.clip) for name, plan in plans.items()}
     steps: dict[str, Step] = {}
     if DDP_SMALL in task.contenders:
@@ -164,10 +127,10 @@ def make_steps(task: Task, world: mesh.Mesh) -> tuple[dict[str, Step], dict[str,
     if FSDP2 in task.contenders:
         steps[FSDP2] = fsdp2(copy.deepcopy(model), task.clip)
     for name, engine in engines.items():
-        steps[name] = lambda *pair, engine=engine: engine.step([pair], LEARNING_RATE)
+        steps[name] = our_step(engine)
     ddp = Ddp(model, task.clip)
     if FLOOR in task.contenders:
-        ddp.step(*batch(task.size, world.rank, 0))  # moments exist from here on
+        ddp.step(*task.size.batch(world.rank, 0))  # moments exist from here on
         steps[FLOOR] = ddp.floor(spec)
     return {BASE: ddp.step, **steps}, engines
 
@@ -194,21 +157,15 @@ def take_turns(
 ) -> dict[str, Turns]:
     """Contender → its measured steps; all ranks start a step together. The first round is not measured."""
     turns = {name: Turns() for name in steps}
-    names = list(steps)
-    for index in range(task.turns + 1):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            pair = batch(task.size, rank, index)
-            collectives.barrier(world[WORLD])
-            before, began = nodes.counters(), time.perf_counter()
-            steps[name](*pair)
-            seconds = time.perf_counter() - began
-            collectives.barrier(world[WORLD])
-            if index > 0:
-                turns[name].seconds.append(seconds)
-                turns[name].sent.append(nodes.counters().since(before))
-                if name in engines:
-                    turns[name].waited_s.append(sum(engines[name].last_waits_s.values()))
+    for turn, name, is_measured in rounds(list(steps), task.turns, warm_up=1):
+        collectives.barrier(world[WORLD])
+        before = nodes.counters()
+        seconds, _ = timed(steps[name], task.size.batch(rank, turn), world)
+        if is_measured:
+            turns[name].seconds.append(seconds)
+            turns[name].sent.append(nodes.counters().since(before))
+            if name in engines:
+                turns[name].waited_s.append(sum(engines[name].last_waits_s.values()))
     return turns
 
 
@@ -224,12 +181,6 @@ def run(task: Task) -> list[Result]:
 def slowest(results: Sequence[Result], name: str) -> list[float]:
     """Seconds of each step."""
     return [max(seconds) for seconds in zip(*(result.turns[name].seconds for result in results))]
-
-
-def quartiles(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Of the ratios, turn by turn."""
-    ratios = sorted(ours / theirs for ours, theirs in zip(seconds, base))
-    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
 def sent(results: Sequence[Result], name: str) -> nodes.Counters:
