@@ -16,6 +16,8 @@ from tests.parallel.layouts import gpt2, llama, make_job, make_plan, qwen3
 
 MAX_RANKS = 8
 DEGREES = ("dp", "tp", "pp")
+ZERO_STAGES = ("0", "1", "2", "3", "3 kept")
+"""`kept`: blocks stay gathered until the step ends."""
 
 MODELS: dict[str, ModelSpec] = {
     "llama": llama(num_layers=3),
@@ -32,7 +34,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp": tuple(range(1, MAX_RANKS + 1)),
     "tp": tuple(range(1, MAX_RANKS + 1)),
     "pp": tuple(range(1, MAX_RANKS + 1)),
-    "zero": (0, 1),
+    "zero": ZERO_STAGES,
     "schedule": ("naive", "gpipe", "1f1b"),
     "num_micro_batches": (1, 2, 3, 4, 5),
     "micro_batch_size": (1, 2),
@@ -55,8 +57,9 @@ def stage_list(case: Case) -> tuple[int, ...] | None:
 
 def plan_of(case: Case, precision: str = "fp64") -> Plan:
     """The plan of a case."""
-    split = {factor: value for factor, value in case.items() if factor not in ("model", "stages")}
-    return make_plan(MODELS[case["model"]], layers_per_stage=stage_list(case), precision=precision, **split)
+    split = {factor: value for factor, value in case.items() if factor not in ("model", "stages", "zero")}
+    zero = {"zero": int(case["zero"][0]), "keep_gathered": "kept" in case["zero"]}
+    return make_plan(MODELS[case["model"]], layers_per_stage=stage_list(case), precision=precision, **zero, **split)
 
 
 def legal_cases() -> list[Case]:

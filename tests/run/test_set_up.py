@@ -21,9 +21,9 @@ def plan(strategy: Strategy, **shape: int) -> Plan:
 def test_what_is_only_forecast_is_refused() -> None:
     check_runnable(plan(Strategy()))
     check_runnable(plan(Strategy(), sliding_window=32))
-    with pytest.raises(UnsupportedError, match="32 tokens are more than the sliding window of 31 .* at most 31"):
+    with pytest.raises(UnsupportedError, match=r"32 tokens are more than the sliding window of 31 .* at most 31"):
         check_runnable(plan(Strategy(), sliding_window=31))
-    with pytest.raises(UnsupportedError, match="`bf16-20` is for forecasts only; train with one of fp32, .*bf16-16"):
+    with pytest.raises(UnsupportedError, match=r"`bf16-20` is for forecasts only; train with one of fp32, .*bf16-16"):
         check_runnable(plan(Strategy(precision="bf16-20")))
 
 

@@ -30,6 +30,10 @@ MAX_STAGE_EXCESS = 1.25
 """Layers of the longest stage over the mean, above which a pipeline is not offered unasked."""
 
 
+SMALL_BUCKET_BYTES = 2 * 2**20
+"""Of gradients that cross a slow link while backward runs: the first leaves early, the last is short."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A strategy, or all strategies of its degrees, that is not offered."""
@@ -131,7 +135,11 @@ def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fi
         "micro_batch_size": size,
         "num_micro_batches": max(1, per_rank // size),
     }
-    return Strategy.model_validate({**values, **fix}).on(cluster)
+    first = Strategy.model_validate({**values, **fix}).on(cluster)
+    goes_in_two_levels = cluster.backend == "gloo" and 1 < first.dp_local < first.dp
+    if goes_in_two_levels and "bucket_bytes" not in fix:
+        return first.model_copy(update={"bucket_bytes": SMALL_BUCKET_BYTES})
+    return first
 
 
 def _reason(case: Case, advice: Sequence[Advice]) -> tuple[str, str] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.core.axes import MESH_ORDER, PP
+from meshwright.core.axes import DP, MESH_ORDER, PP
+from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
@@ -31,7 +32,7 @@ def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
     model = _model(plan.model, strategy, has_kv_replicas=kv_replicas(plan.model, plan.strategy.tp) > 1)
     batch = strategy.dp * strategy.num_micro_batches * strategy.micro_batch_size
     job = Job(seq_length=SEQ_LENGTH, global_batch_size=batch, optimizer=plan.job.optimizer)
-    clone = Plan(model=model, cluster=load_cluster(f"local:{strategy.world_size}"), job=job, strategy=strategy)
+    clone = Plan(model=model, cluster=_cluster(plan.strategy, strategy), job=job, strategy=strategy)
     return clone, list(_differences(plan.strategy, strategy))
 
 
@@ -39,6 +40,8 @@ def _strategy(planned: Strategy) -> Strategy:
     """Degrees as planned where all ranks fit on one machine, else at most two ranks of every axis."""
     most = max(planned.sizes.values()) if planned.world_size <= MAX_RANKS else 2
     degrees = {axis: min(degree, most) for axis, degree in planned.sizes.items()}
+    if 1 < planned.dp_local < planned.dp:
+        degrees |= {DP: 4, PP: 1}  # two nodes of two
     change = {
         **degrees,
         "num_micro_batches": min(planned.num_micro_batches, 2 * degrees[PP] + 1),
@@ -46,13 +49,22 @@ def _strategy(planned: Strategy) -> Strategy:
         "precision": "fp64",
         "layers_per_stage": None,
         "bucket_bytes": BUCKET_BYTES,
+        "tile": min(planned.tile, HEAD_DIM),
     }
     return planned.model_copy(update=change)
 
 
+def _cluster(planned: Strategy, strategy: Strategy) -> ClusterSpec:
+    """This machine; where the plan's collectives over dp go in two levels, its ranks stand for those of two nodes."""
+    cluster = load_cluster(f"local:{strategy.world_size}")
+    if not 1 < planned.dp_local < planned.dp:
+        return cluster
+    return cluster.model_copy(update={"num_nodes": 2, "devices_per_node": cluster.devices_per_node // 2})
+
+
 def _differences(planned: Strategy, clone: Strategy) -> Iterator[str]:
     """What a user should know of the clone: `tp=2 for 8`."""
-    for name in (*MESH_ORDER, "num_micro_batches", "micro_batch_size", "precision"):
+    for name in (*MESH_ORDER, "num_micro_batches", "micro_batch_size", "precision", "tile"):
         old, new = getattr(planned, name), getattr(clone, name)
         if old != new:
             yield f"{name}={new} for {old}"

@@ -12,6 +12,7 @@ been consumed; so a run can resume under another layout or another global batch 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,8 @@ class PackedDataset:
 
     def state_dict(self, step: int) -> dict[str, int]:
         """What a checkpoint taken before step `step` needs in order to go on with the next sample."""
-        return {"step": step, "consumed_samples": self.consumed_samples(step), **self._identity()}
+        own = _identity(int(self._samples.tokens.size), self.seq_length, self.seed)
+        return {"step": step, "consumed_samples": self.consumed_samples(step), **own}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after :meth:`state_dict`, under any layout and any global batch size.
@@ -125,17 +127,9 @@ class PackedDataset:
             InputError: the state belongs to other tokens, another sequence length or another seed,
                 so that samples would be lost or seen twice.
         """
-        for name, mine in self._identity().items():
-            if state[name] != mine:
-                raise InputError(
-                    f"cannot resume the data: `{name}` is {mine}, it was {state[name]}; "
-                    "samples would be lost or seen twice"
-                )
+        check_same_samples(state, int(self._samples.tokens.size), self.seq_length, self.seed)
         self._start_step = state["step"]
         self._start_samples = state["consumed_samples"]
-
-    def _identity(self) -> dict[str, int]:
-        return {"num_tokens": int(self._samples.tokens.size), "seq_length": self.seq_length, "seed": self.seed}
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Permutation of an epoch. Raw generator output, which no numpy version may change (NEP 19)."""
@@ -193,6 +187,20 @@ def check_layout(global_batch_size: int, dp: int, num_micro_batches: int, micro_
             f"{dp} data-parallel ranks × {num_micro_batches} micro-batches × {micro_batch_size} samples = {size}, "
             f"but the global batch has {global_batch_size}"
         )
+
+
+def check_same_samples(state: Mapping[str, int], num_tokens: int, seq_length: int, seed: int) -> None:
+    """Raises InputError where `state` (as of :meth:`PackedDataset.state_dict`) belongs to other samples or another
+    order."""
+    for name, mine in _identity(num_tokens, seq_length, seed).items():
+        if state[name] != mine:
+            raise InputError(
+                f"cannot resume the data: `{name}` is {mine}, it was {state[name]}; samples would be lost or seen twice"
+            )
+
+
+def _identity(num_tokens: int, seq_length: int, seed: int) -> dict[str, int]:
+    return {"num_tokens": num_tokens, "seq_length": seq_length, "seed": seed}
 
 
 def check_enough_tokens(
