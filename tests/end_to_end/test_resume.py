@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.checkpoint import Piece, save
 from meshwright.core.errors import InputError
+from meshwright.core.placement import Box
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
 from meshwright.rehearse.verify import differences
@@ -27,7 +29,7 @@ TIMEOUT_S = 240.0
 
 def train(ranks: Ranks, plan: Plan, run: RunFolder, *, resume: bool = False, stop_after: int | None = None) -> None:
     """Train a run that has been set up, on the pool's ranks."""
-    ranks(train_rank, plan.strategy.world_size, run.path, resume, stop_after, timeout_s=TIMEOUT_S)
+    ranks(train_rank, plan.strategy.world_size, run.path, plan, resume, stop_after, timeout_s=TIMEOUT_S)
 
 
 def losses(run: RunFolder) -> list[float]:
@@ -57,7 +59,9 @@ def test_a_run_goes_on_under_other_layouts(ranks: Ranks, tmp_path: Path) -> None
     run = make_run(layouts[0], wanted, tmp_path / "run")
     train(ranks, layouts[0], run, stop_after=2)
     set_up(layouts[1], wanted, run, resume=True)
+    record_of_another_plan(run)
     train(ranks, layouts[1], run, resume=True, stop_after=4)
+    assert not run.measured.exists()
     set_up(layouts[2], wanted, run, resume=True)
     train(ranks, layouts[2], run, resume=True)
     torch.testing.assert_close(torch.tensor(losses(run)), torch.tensor(losses(whole)), rtol=1e-5, atol=0)
@@ -86,11 +90,25 @@ def test_a_run_needs_its_text_only_once(ranks: Ranks, tmp_path: Path) -> None:
     assert len(losses(run)) == 2
 
 
+def record_of_another_plan(run: RunFolder) -> None:
+    """As if the run had been trained on more ranks before."""
+    run.measured.mkdir()
+    (run.measured / "rank-7.json").write_text("{}")
+
+
+def save_state(run: RunFolder, seed: int) -> None:
+    """A checkpoint that says where in the text it is, and nothing else."""
+    data = PackedDataset(load_prepared(run.data).train_tokens(), SEQ_LENGTH, BATCH, seed)
+    save(run.checkpoints, 1, [Piece("x", (1,), Box.whole((1,)), torch.zeros(1))], {"data": data.state_dict(1)})
+
+
 def test_another_run_is_refused(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
     plan, wanted = make_plan(model), options(3)
     run = make_run(plan, wanted, tmp_path / "run")
-    before = {path: path.read_bytes() for path in (run.plan_path, run.options_path)}
+    record_of_another_plan(run)
+    save_state(run, seed=0)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     wider = model.model_copy(update={"ffn_size": 128, "name": "wider"})
     longer = plan.job.model_copy(update={"seq_length": 16})
     text = tmp_path / "text.txt"
@@ -103,7 +121,10 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         set_up(plan, wanted.model_copy(update={"text": str(text)}), run, resume=True)
     with pytest.raises(InputError, match="holds a run already"):
         set_up(plan, wanted, run, resume=False)
-    assert before == {path: path.read_bytes() for path in before}
+    with pytest.raises(InputError, match="`seed` is 9, it was 0"):
+        set_up(plan, wanted.model_copy(update={"seed": 9}), run, resume=True)
+    set_up(plan, wanted.model_copy(update={"steps": 9}), run, resume=True)  # before its checkpoint is loaded
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
 def test_a_pretrained_model_starts_where_transformers_left_it(ranks: Ranks, tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def options(steps: int, **changes: Any) -> TrainOptions:
     return TrainOptions(steps=steps, max_text_bytes=TEXT_BYTES, learning_rate=0.01, eval_samples=8, **changes)
 
 
-def train_rank(rank: int, world: int, folder: Path, resume: bool, stop_after: int | None) -> None:
-    """One rank of the run in `folder`; it may stop after a checkpoint, as if it were killed there."""
+def train_rank(rank: int, world: int, folder: Path, plan: Plan, resume: bool, stop_after: int | None) -> None:
+    """One rank of the run in `folder` by `plan`; it may stop after a checkpoint, as if it were killed there."""
     from meshwright.run.training import Training
 
     class Stop(Exception):
@@ -73,6 +73,6 @@ def train_rank(rank: int, world: int, folder: Path, resume: bool, stop_after: in
 
     run = RunFolder(folder)
     try:
-        Interrupted(run.plan(), run.options(), run).run(resume=resume)
+        Interrupted(plan, run.options(), run).run(resume=resume)
     except Stop:
         assert stop_after is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
+from meshwright.core.units import counted
 from meshwright.run.environment import detect
 from meshwright.run.folder import RunFolder
 from meshwright.run.launch import enter_ranks, speaks_for_all
@@ -65,22 +67,25 @@ def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) ->
     """
     from meshwright.run.set_up import set_up
 
+    is_speaker = speaks_for_all(detect(os.environ))
     done = _steps_done(run) if resume else 0
     if done >= options.steps:
-        if speaks_for_all(detect(os.environ)):
-            typer.echo(f"{run.path}: nothing left to do: {done} of {options.steps} steps; to go on, give more --steps")
+        if is_speaker:
+            have = counted(done, "step is", "steps are")
+            typer.echo(f"{run.path}: nothing left to do: {have} done; to go on, give --steps more than {done}")
         return
-    world = enter_ranks(
-        sys.argv[1:],
-        plan.strategy.world_size,
-        log_dir=run.logs,
-        before=lambda: set_up(plan, options, run, resume=resume),
-    )
-    if world is None:
-        return
-    from meshwright.run.training import Training
+    with run.claim() if is_speaker else nullcontext():
+        world = enter_ranks(
+            sys.argv[1:],
+            plan.strategy.world_size,
+            log_dir=run.logs,
+            before=lambda: set_up(plan, options, run, resume=resume),
+        )
+        if world is None:
+            return
+        from meshwright.run.training import Training
 
-    Training(plan, options, run).run(resume=resume)
+        Training(plan, options, run).run(resume=resume)
     if world.rank == 0:
         _show(run)
 

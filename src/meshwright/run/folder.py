@@ -7,16 +7,19 @@ RUN/checkpoints/                 training state
 RUN/measured/rank-N.json         what each rank measured
 RUN/loss.html                    the loss curve
 RUN/logs/                        output of the ranks
+RUN/lock                         there while a process trains here
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.values import read_text, write_text
+from meshwright.run.claim import claim
 from meshwright.run.options import TrainOptions
 
 
@@ -49,6 +52,10 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Around training: see :func:`meshwright.run.claim.claim`."""
+        return claim(self.path, self.path / "lock")
 
     def refuse_existing(self) -> None:
         """Raises InputError where a run stands here already."""

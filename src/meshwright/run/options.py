@@ -15,11 +15,11 @@ from meshwright.train.sources import StandardLibrary, TextSource, as_source
 class TrainOptions(Value):
     """One training run."""
 
-    text: str | None = None
+    text: str | None = Field(default=None, min_length=1)
     """A file or folder (text, JSONL, Parquet); None: the source of Python's standard library."""
     max_text_bytes: int = Field(default=4_000_000, gt=0)
     """How much of the standard library is read."""
-    tokenizer: str | None = None
+    tokenizer: str | None = Field(default=None, min_length=1)
     """A Hugging Face tokenizer; None: that of `pretrained`, else a byte-level BPE is trained on the text."""
     steps: int = Field(default=100, gt=0)
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -28,13 +28,13 @@ class TrainOptions(Value):
     """None: ten, or a fifth of a short run."""
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     eval_every: int = Field(default=50, gt=0)
     eval_samples: int = Field(default=64, gt=0)
     save_every: int = Field(default=50, gt=0)
     keep: int = Field(default=2, gt=0)
     """Newest checkpoints that are kept."""
-    pretrained: str | None = None
+    pretrained: str | None = Field(default=None, min_length=1)
     """A Hugging Face folder to start from; None: fresh weights."""
     activation_census: bool = True
     """Count activation bytes in one early step."""

@@ -1,8 +1,9 @@
 """Before any rank starts: what can be refused is refused here, and the run's folder is made.
 
-can it be run? ─▶ another run there? ─▶ tokenise the text ─▶ write options, then plan
+new      can it be run? ─▶ another run there? ─▶ tokenise the text ─▶ write options, then plan
+resumed  can it be run? ─▶ the same run?      ─▶ (the ranks load its checkpoint) ─▶ write options, then plan
 
-A mistake leaves nothing behind, and `plan.toml` is written last: where it stands, the rest is whole.
+A mistake leaves nothing behind and changes nothing; `plan.toml` is written last: where it stands, the rest is whole.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshwright.checkpoint import latest, peek
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
-from meshwright.train.data import check_enough_tokens
+from meshwright.train.data import check_enough_tokens, check_same_samples
 from meshwright.train.prepare import load_prepared, prepare
 from meshwright.train.tokenizer import load_tokenizer
 
@@ -36,8 +38,6 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
     options.learning_rate_at(0)
     if resume:
         _check_same_run(plan, options, run)
-        shutil.rmtree(run.measured, ignore_errors=True)  # of another plan, perhaps with more ranks
-        run.write(plan, options)
         return
     run.refuse_existing()
     if options.pretrained:
@@ -45,6 +45,12 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
     with _nothing_left_on_failure(run):
         _prepare_data(plan, options, run)
         run.write(plan, options)
+
+
+def go_on(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
+    """Of a resumed run, once its checkpoint is loaded: from here on it is run by this plan and these options."""
+    shutil.rmtree(run.measured, ignore_errors=True)  # of another plan, perhaps with more ranks
+    run.write(plan, options)
 
 
 def check_runnable(plan: Plan) -> None:
@@ -69,7 +75,10 @@ def _check_same_run(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
     if options.text_options() != run.options().text_options():
         _prepare_data(plan, options, run)  # refuses other text, and finds out whether it is
     data = load_prepared(run.data)
-    check_enough_tokens(data.num_tokens - data.num_eval_tokens, plan.job.seq_length, plan.job.global_batch_size)
+    num_tokens = data.num_tokens - data.num_eval_tokens
+    check_enough_tokens(num_tokens, plan.job.seq_length, plan.job.global_batch_size)
+    if latest(run.checkpoints) is not None:
+        check_same_samples(peek(run.checkpoints)["data"], num_tokens, plan.job.seq_length, options.seed)
 
 
 def _prepare_data(plan: Plan, options: TrainOptions, run: RunFolder) -> None:

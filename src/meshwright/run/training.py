@@ -24,6 +24,7 @@ from meshwright.models.build import build
 from meshwright.run.engine import StepStats, make_mesh, parallelize
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
+from meshwright.run.set_up import go_on
 from meshwright.train.data import EvaluationSet, PackedDataset
 from meshwright.train.metrics import MetricsWriter, StepMetrics
 from meshwright.train.prepare import load_prepared
@@ -91,13 +92,16 @@ class Training:
 
     def _start(self, resume: bool) -> int:
         """Fill the model; the first step."""
+        first = 0
         if resume and latest(self.run_folder.checkpoints) is not None:
             extra = self.engine.load(self.run_folder.checkpoints)
             self.dataset.load_state_dict(extra["data"])
-            return int(extra["data"]["step"])
-        if self.options.pretrained:
+            first = int(extra["data"]["step"])
+        elif self.options.pretrained:
             self.engine.load_pretrained(self.options.pretrained)
-        return 0
+        if resume and self.is_main:
+            go_on(self.plan, self.options, self.run_folder)
+        return first
 
     def _step(self, step: int, *, is_measured: bool) -> StepMetrics:
         options, strategy = self.options, self.plan.strategy
