@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.plan import Plan
+from meshwright.core.program import Action
+from meshwright.schedule.build import build_program
 
 SMALL = ["plan", "demo-s", "local:8", "--seq", "256", "--batch", "32"]
 
@@ -39,6 +42,35 @@ def test_what_is_planned_can_be_shown(capsys, tmp_path):
     assert "recomputation" in shown
     assert re.search(r"^r0: F0 ", shown, re.MULTILINE)
     assert re.search(r"^r1: \. +F0 ", shown, re.MULTILINE)
+
+
+def test_what_is_shown_can_be_drawn_and_taken_away(capsys, tmp_path):
+    plan, page, trace, program = (tmp_path / name for name in ("plan.toml", "page.html", "trace.json", "program.csv"))
+    assert main([*SMALL, "--fix", "pp=4", "--fix", "dp=2", "--fix", "tp=1", "-o", str(plan)]) == 0
+    capsys.readouterr()
+    assert main(["show", str(plan), "--html", str(page), "--trace", str(trace), "--csv", str(program)]) == 0
+    shown = capsys.readouterr().out
+    for what, path in (("page", page), ("trace", trace), ("program", program)):
+        assert f"{what} written to {path}" in shown
+    drawn = page.read_text(encoding="utf-8")
+    for words in ("Memory of one rank at the peak of a step", "What one rank sends in a step", "bubble"):
+        assert words in drawn
+    assert not re.search(r'<(script|link)[^>]+(src|href)="http', drawn)
+    strategy = Plan.load(plan).strategy
+    events = [e for e in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if e["ph"] == "X"]
+    assert sum(e["cat"] == "F" for e in events) == 4 * strategy.num_micro_batches
+    assert {e["pid"] for e in events} == {0, 1, 2, 3}
+    rows = tuple(tuple(map(Action.parse, line.split(","))) for line in program.read_text(encoding="utf-8").splitlines())
+    assert rows == build_program(strategy).rows
+
+
+@pytest.mark.parametrize("option", ["--html", "--trace", "--csv"])
+def test_what_cannot_be_written_is_one_line(tmp_path, option):
+    plan = str(tmp_path / "plan.toml")
+    assert main([*SMALL, "-o", plan]) == 0
+    with pytest.raises(InputError, match="cannot be written: No such file or directory") as caught:
+        main(["show", plan, option, str(tmp_path / "none" / "file")])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_long_pipeline_is_shortened(capsys, tmp_path):

@@ -20,9 +20,9 @@ from meshwright.report.compare import (
     sent_figure,
     traffic_comparison,
     verdict_table,
-    write_page,
     zero_figures,
 )
+from meshwright.report.figures import write_page
 from meshwright.run.compare import Request, precision_trials
 from meshwright.run.outcome import Outcome
 from meshwright.train.metrics import StepMetrics
@@ -119,6 +119,6 @@ def test_bars_add_up_to_what_was_sent() -> None:
 
 
 def test_a_page_is_self_contained(tmp_path: Path) -> None:
-    page = write_page(zero_figures(outcomes()), tmp_path / "deep" / "page.html").read_text(encoding="utf-8")
+    page = write_page(zero_figures(outcomes()), tmp_path / "deep" / "page.html", "a <b>").read_text(encoding="utf-8")
     assert page.count("Plotly.newPlot(") >= 3
     assert not re.search(r'<(script|link)[^>]+(src|href)="http', page)

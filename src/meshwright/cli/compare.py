@@ -16,6 +16,7 @@ import typer
 
 from meshwright.core.errors import InputError
 from meshwright.core.precision import RECIPES
+from meshwright.core.values import writing
 from meshwright.run.environment import World, detect
 from meshwright.run.launch import enter_ranks, speaks_for_all
 
@@ -157,7 +158,8 @@ def _announce(name: str) -> None:
 
 def show(what: What, found: Sequence[Outcome], html: Path | None) -> None:
     """Tables, page, and what is not as it should be. Ends with status 1 where anything isn't."""
-    from meshwright.report.compare import losses_figure, write_page, zero_figures
+    from meshwright.report.compare import losses_figure, zero_figures
+    from meshwright.report.figures import write_page
     from meshwright.report.tables import report_console
 
     reference = _reference(what, found)
@@ -173,7 +175,9 @@ def show(what: What, found: Sequence[Outcome], html: Path | None) -> None:
     if html is not None:
         title = f"Loss of `{reference.trial.plan.model.name}`, {len(reference.losses)} steps"
         figures = zero_figures(found) if what is What.ZERO else [losses_figure(found, title)]
-        console.print(f"page written to {write_page(figures, html)}", highlight=False, soft_wrap=True)
+        with writing(html):
+            write_page(figures, html, "comparison")
+        console.print(f"page written to {html}", highlight=False, soft_wrap=True)
     if wrong:
         raise typer.Exit(1)
 

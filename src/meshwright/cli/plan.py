@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.core.errors import InputError
+from meshwright.core.values import writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,10 +49,8 @@ def plan_command(
     if warning:
         console.print(f"note: {warning}")
     if out:
-        try:
+        with writing(out):
             result.plan.save(out)
-        except OSError as error:
-            raise InputError(f"{out}: cannot be written: {error.strerror}") from None
         console.print(f"plan written to {out}")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from meshwright.core.values import write_text, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +21,12 @@ MAX_TIMETABLE_RANKS = 16
 CELL_WIDTH = 3
 
 
-def show_command(file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]) -> None:
+def show_command(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    html: Annotated[Path | None, typer.Option(help="Also draw memory, traffic and timetable into this page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated step here, for ui.perfetto.dev.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the program here, one line of actions per rank.")] = None,
+) -> None:
     """Show a plan as tables and as a pipeline timetable."""
     from meshwright.core.plan import Plan
     from meshwright.planner.price import Pricer
@@ -31,13 +39,48 @@ def show_command(file: Annotated[Path, typer.Argument(metavar="PLAN", help="A pl
     stages = {f"stage {stage}": memory for stage, memory in pricer.memory_by_stage(plan.strategy).items()}
     console = report_console()
     console.print(_plan_table(plan))
-    console.print(memory_table(stages, "Memory of a rank at the peak of a step (first stage of each kind)"))
+    console.print(memory_table(stages, "Memory of a rank at the peak of a step (fullest stage of each kind)"))
     console.print(traffic_table(forecast.traffic, f"What rank {forecast.rank} sends in a step"))
     console.print(_time_table(forecast, pricer))
     console.print("Timetable of one pipeline (F forward, B backward, . idle; one cell is one forward)", style="bold")
     console.print(_timetable(build_program(plan.strategy), console.width), highlight=False, soft_wrap=True)
     if plan.why:
         console.print(plan.why, highlight=False)
+    drawn = ((html, "page", _html), (trace, "trace", _trace), (csv, "program", _csv))
+    for path, what, content in drawn:
+        if path is not None:
+            with writing(path):
+                write_text(path, content(plan, pricer))
+            console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)
+
+
+def _html(plan: Plan, pricer: Pricer) -> str:
+    """Memory of the fullest stage of each kind, what the fullest rank sends, and the step as the clock sees it."""
+    from meshwright.report.figures import memory_figure, page, traffic_figure
+    from meshwright.schedule.draw import figure
+
+    forecast = pricer.forecast(plan.strategy)
+    stages = {f"stage {stage}": memory for stage, memory in pricer.memory_by_stage(plan.strategy).items()}
+    figures = (
+        memory_figure(stages, plan.cluster.usable_memory_bytes),
+        traffic_figure({f"rank {forecast.rank}": forecast.traffic}),
+        figure(pricer.timeline(plan.strategy)),
+    )
+    return page(figures, f"{plan.model.name} on {plan.cluster.name}")
+
+
+def _trace(plan: Plan, pricer: Pricer) -> str:
+    """One process per pipeline rank, in microseconds."""
+    from meshwright.schedule.draw import chrome_trace
+
+    return json.dumps(chrome_trace(pricer.timeline(plan.strategy)))
+
+
+def _csv(plan: Plan, _: Pricer) -> str:
+    """The program that every pipeline runs."""
+    from meshwright.schedule.build import build_program
+
+    return build_program(plan.strategy).to_csv()
 
 
 def _plan_table(plan: Plan) -> Table:

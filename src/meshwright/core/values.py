@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -129,6 +130,15 @@ def write_text(path: Path | str, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Around what writes a file for the user: where that cannot be, InputError names the file and says why."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def read_text(path: Path | str) -> str:

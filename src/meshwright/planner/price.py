@@ -115,7 +115,7 @@ class Pricer:
         costs = self.step_costs(strategy)
         stage, breakdown = self.fullest(strategy)
         is_bounded = has_bound(strategy)
-        ends_s = stage_ends_s(costs, strategy) if is_bounded else self._clocked_ends_s(costs, strategy)
+        ends_s = stage_ends_s(costs, strategy) if is_bounded else last_work_ends_s(self._clocked(costs, strategy))
         return Forecast(
             strategy=strategy,
             memory=breakdown,
@@ -131,12 +131,16 @@ class Pricer:
         if forecast.simulated:
             return forecast
         costs = self.step_costs(forecast.strategy)
-        ends_s = self._clocked_ends_s(costs, forecast.strategy)
+        ends_s = last_work_ends_s(self._clocked(costs, forecast.strategy))
         return replace(forecast, step_time=step_time(costs, forecast.strategy, ends_s), simulated=True)
 
-    def _clocked_ends_s(self, costs: StepCosts, strategy: Strategy) -> list[float]:
+    def timeline(self, strategy: Strategy) -> Timeline:
+        """When each action of the pipeline runs."""
+        return self._clocked(self.step_costs(strategy), strategy)
+
+    def _clocked(self, costs: StepCosts, strategy: Strategy) -> Timeline:
         self.num_simulations += 1
-        return last_work_ends_s(simulate(build_program(strategy), costs))
+        return simulate(build_program(strategy), costs)
 
     def terms(self, forecast: Forecast) -> tuple[TimeTerm, ...]:
         """The step's seconds by cause; they add up to the forecast's total."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
-from meshwright.core.values import write_text
 from meshwright.report.figures import COLOURS, lay_out, memory_figure, plotly
 from meshwright.report.tables import MEMORY_CATEGORIES, NONE, plain_table, sparkline
 from meshwright.run.outcome import Outcome
@@ -165,19 +163,6 @@ def zero_figures(outcomes: Sequence[Outcome]) -> list[Figure]:
     """Memory by category, bytes by phase, losses."""
     held = {outcome.name: outcome.records[outcome.fullest].memory for outcome in outcomes}
     return [memory_figure(held), sent_figure(outcomes), losses_figure(outcomes, "Loss")]
-
-
-def write_page(figures: Sequence[Figure], path: Path | str) -> Path:
-    """Figures under each other in one HTML page that holds all it needs; all of it or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [
-        figure.to_html(include_plotlyjs=index == 0, full_html=False, config={"displaylogo": False})
-        for index, figure in enumerate(figures)
-    ]
-    head = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Meshwright: comparison</title></head>'
-    write_text(path, "\n".join([head, "<body>", *parts, "</body></html>", ""]))
-    return path
 
 
 def _pairs(title: str, heads: Sequence[str], rows: Sequence[tuple[str, list[str], list[str]]]) -> Table:

@@ -1,12 +1,13 @@
 """Figures as self-contained HTML pages: loss curve, memory bars, traffic bars.
 
-Each `*_figure` turns values into a plotly figure; `write_figure` puts one into a file that needs
-no network.
+Each `*_figure` turns values into a plotly figure; `write_figure` puts one, and `write_page` several, into a file that
+needs no network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,24 @@ def write_figure(figure: Figure, path: Path | str) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, figure.to_html(include_plotlyjs=True, full_html=True, config={"displaylogo": False}))
+    return path
+
+
+def page(figures: Sequence[Figure], title: str) -> str:
+    """Figures under each other as one HTML page that holds all it needs."""
+    parts = [
+        figure.to_html(include_plotlyjs=index == 0, full_html=False, config={"displaylogo": False})
+        for index, figure in enumerate(figures)
+    ]
+    head = f'<html lang="en"><head><meta charset="utf-8"><title>Meshwright: {escape(title)}</title></head>'
+    return "\n".join(["<!DOCTYPE html>", head, "<body>", *parts, "</body></html>", ""])
+
+
+def write_page(figures: Sequence[Figure], path: Path | str, title: str) -> Path:
+    """Write :func:`page`, and the folders above it; all of it or nothing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page(figures, title))
     return path
 
 
