@@ -70,6 +70,20 @@ def test_help_is_quick() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["train", "plan.toml", "--out", ""], "--out"),
+        (["train", "plan.toml", "--text=", "--out", "x"], "--text"),
+        (["plan", "gpt2", "local:1", "-o", ""], "-o"),
+        (["show", ""], "argument 1"),
+    ],
+)
+def test_an_empty_word_is_no_path(arguments: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert f"Invalid value: `{option}` is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [(["nonsense"], "No such command 'nonsense'"), (["--nonsense"], "No such option: --nonsense")],
 )

@@ -113,6 +113,12 @@ def test_options_that_contradict(desk: Desk, refused: Refused) -> None:
         "train", plan, "--stdlib", "--steps", 3, "--warmup-steps", 5, "--out", out
     )
     assert "`steps`: Input should be greater than 0" in refused("train", plan, "--stdlib", "--steps", 0, "--out", out)
+    assert "`seed`: Input should be greater than or equal to 0 (got -1)" in refused(
+        "train", plan, "--stdlib", "--seed", -1, "--out", out
+    )
+    assert "`learning_rate`: Input should be a finite number" in refused(
+        "train", plan, "--stdlib", "--learning-rate", "nan", "--out", out
+    )
     assert "No such option: --nonsense" in refused("train", plan, "--stdlib", "--out", out, "--nonsense")
 
 
@@ -184,6 +190,6 @@ def test_a_run_without_measurements(desk: Desk, refused: Refused) -> None:
 
 
 def test_mistakes_with_a_finished_run(trained: Trained, desk: Desk, refused: Refused) -> None:
-    assert "the prompt is empty" in refused("generate", trained.run, "--prompt", "")
+    assert "`--prompt` is empty" in refused("generate", trained.run, "--prompt", "")
     assert "not an empty folder" in refused("export", trained.run, "--to", trained.run / "data")
     assert "holds a run already; add --resume" in refused("train", trained.plan, "--stdlib", "--out", trained.run)

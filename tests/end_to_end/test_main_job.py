@@ -116,5 +116,5 @@ def test_a_finished_run_is_left_alone(trained: Trained, cli: Cli) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.run.rglob("*")}
     done = cli("train", trained.plan, "--out", trained.run, "--resume")
     assert done.status == 0
-    assert "nothing left to do: 12 of 12 steps" in done.out
+    assert "nothing left to do: 12 steps are done; to go on, give --steps more than 12" in done.out
     assert before == {path: path.stat().st_mtime_ns for path in trained.run.rglob("*")}

@@ -96,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
     wanted = next((word for word in argv if not word.startswith("-")), None)
     app = build_app(wanted)
     try:
+        _refuse_empty(argv)
         status = app(args=list(argv) or ["--help"], prog_name="meshwright", standalone_mode=False)
     except typer.TyperException as error:
         help_command = (
@@ -106,6 +107,16 @@ def main(argv: Sequence[str]) -> int:
     except typer.Abort:
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _refuse_empty(argv: Sequence[str]) -> None:
+    """An empty word names nothing, though as a path it would mean the folder one stands in."""
+    for at, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if word and not (name.startswith("-") and equals and not value):
+            continue
+        option = name or (argv[at - 1] if at and argv[at - 1].startswith("-") else f"argument {at}")
+        raise typer.BadParameter(f"`{option}` is empty: give it a value, or leave it out")
 
 
 def run() -> None:
