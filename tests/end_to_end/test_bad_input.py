@@ -67,7 +67,7 @@ def test_plans_that_cannot_be_read(desk: Desk, refused: Refused) -> None:
     text, out = plan.read_text(), desk.folder / "run"
     broken = desk.write("broken.toml", text[: len(text) // 2 + 3])
     headless = desk.write("headless.toml", text[: text.index("[strategy]")])
-    misspelt = desk.write("misspelt.toml", text + "tpp = 2\n")
+    misspelt = desk.write("misspelt.toml", text.replace("\ntp = 1", "\ntp = 1\ntpp = 2"))
     assert "nothing.toml: no such file" in refused("train", desk.folder / "nothing.toml", "--stdlib", "--out", out)
     assert f"{broken}: not valid TOML" in refused("train", broken, "--stdlib", "--out", out)
     assert f"{headless}: `strategy`: Field required\n" in refused("show", headless)
