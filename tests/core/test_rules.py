@@ -60,6 +60,13 @@ BROKEN = {
         {},
         "keep_gathered with offload.parameters=cpu",
     ),
+    "offload": (
+        2,
+        {"dp": 2, "num_micro_batches": 6, "zero": 1, "offload": {"optimizer": "disk", "path": "/scratch"}},
+        {},
+        {},
+        "offload of optimizer=disk",
+    ),
     "shard-node": (
         4,
         {"dp": 4, "num_micro_batches": 3, "zero": 1, "shard_over": "node", "ranks_per_node": 1},

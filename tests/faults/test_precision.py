@@ -17,6 +17,7 @@ from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
 from tests.parallel.runs import (
     ADAMW,
     SEED,
+    Boxes,
     assembled,
     counted_batches,
     dataset,
@@ -68,6 +69,25 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(ranks, layout, bad_rank, bad)
         assert all(torch.equal(a, b) for a, b in zip(result["held"][1], result["held"][2], strict=True))
         assert not all(torch.equal(a, b) for a, b in zip(result["held"][2], result["held"][3], strict=True))
     assembled([result["weights"] for result in found])  # replicas are equal to the bit
+
+
+def uncounted_overflow(rank: int, world: int, text: str) -> tuple[bool, Boxes]:
+    """A step in which the last rank's own copy of a whole parameter, which no norm counts, has a gradient of nan."""
+    engine = make_engine(Plan.from_toml(text), FAST)
+    loss = engine.forward_backward(own_batches(engine, dataset(engine.plan), 0))
+    if rank == world - 1:
+        bucket, slot = next((b, s) for b, s in engine.parallel.states.slots() if not s.placement.owned)
+        bucket.own_gradients[bucket.overlap(slot, bucket.own)[1]] = float("nan")
+    return bool(engine.update(loss, 1e-2).skipped), weights(engine)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "num_micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_replica_that_no_norm_counts_is_looked_at_too(ranks, layout, precision):
+    """Norms over tp, and the last stage's copy of a tied embedding: without it that copy alone would turn to nan."""
+    found = ranks(uncounted_overflow, 2, make_plan(TIED, precision=precision, **layout).to_toml())
+    assert [skipped for skipped, _ in found] == [True, True]
+    assembled([boxes for _, boxes in found])
 
 
 def scaled_gradients(rank: int, world: int, text: str, scale: float) -> list[torch.Tensor]:
@@ -173,3 +193,27 @@ def test_the_scale_is_saved_and_goes_on(tmp_path):
     other = parallelize(build(plan.model), plan, mesh=make_mesh(plan), options=FAST, seed=SEED + 1)
     other.load(tmp_path)
     assert other.optimizer.loss_scale.state() == engine.optimizer.loss_scale.state() == [512.0, 1.0, 1.0]
+
+
+def test_a_scale_that_fell_to_one_is_saved_as_such(tmp_path):
+    """And is not taken for that of a run without one, whose checkpoint leaves fp16 to start afresh."""
+    plan = make_plan(LLAMA, precision="fp16")
+    low = OptimizerOptions(loss_scale=LossScaleOptions(initial=2.0, interval=100))
+    engine = make_engine(plan, low)
+    engine.optimizer.update(1e-3, torch.tensor(float("inf")))
+    engine.save(tmp_path / "fp16", 1)
+    other = make_engine(plan, low)
+    other.load(tmp_path / "fp16")
+    assert float(other.optimizer.loss_scale.scale) == 1.0
+
+
+@pytest.mark.parametrize(("saved", "loaded", "scale"), [("fp32", "fp16", 256.0), ("fp16", "fp32", 1.0)])
+def test_a_run_goes_on_in_another_precision(tmp_path, saved, loaded, scale):
+    """With the scale that the new precision starts with; the old one's means nothing to it."""
+    engine = make_engine(make_plan(LLAMA, precision=saved), FAST)
+    engine.step(counted_batches(LLAMA, (8,)), 1e-3)
+    engine.parallel.zero_gradients()
+    state = engine.optimizer.loss_scale.state()
+    other = make_engine(make_plan(LLAMA, precision=loaded), FAST)
+    other.optimizer.loss_scale.restore(state)
+    assert float(other.optimizer.loss_scale.scale) == scale

@@ -31,12 +31,20 @@ def trace(overflows: str, **options: float) -> list[float]:
         ("xxxxxx", {}, [8, 4, 2, 1, 1, 1]),
         ("xx...x", {"hysteresis": 2}, [16, 8, 8, 8, 16, 16]),
         ("x.x", {"hysteresis": 2}, [16, 16, 8]),
+        ("....", {"interval": 1, "maximum": 64.0}, [32, 64, 64, 64]),
         ("xxx", {"minimum": 6.0}, [8, 6, 6]),
         ("x..", {"backoff": 0.25, "growth": 4.0, "interval": 2}, [4, 4, 16]),
     ],
 )
 def test_trace(overflows, options, scales):
     assert trace(overflows, **options) == scales
+
+
+def test_a_scale_that_grew_for_long_still_falls():
+    """A batch without a counted token has no gradient and never overflows; fp32 itself would, after 112 doublings."""
+    scales = trace("." * 200 + "x", initial=1.0, interval=1)
+    assert scales[-2] < float("inf")
+    assert scales[-1] == scales[-2] / 2
 
 
 def test_it_goes_on_where_it_was():

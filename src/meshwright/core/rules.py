@@ -134,6 +134,13 @@ def _kept_offload(c: Case) -> str | None:
     return f"keep_gathered with offload.parameters={tier}" if c.strategy.keep_gathered and tier != "none" else None
 
 
+def _offload(c: Case) -> str | None:
+    moved = c.strategy.offload
+    kinds = ("optimizer", "parameters", "gradients")
+    named = ", ".join(f"{kind}={getattr(moved, kind)}" for kind in kinds if getattr(moved, kind) != "none")
+    return f"offload of {named}" if named else None
+
+
 def _node(c: Case) -> str | None:
     s, per_node = c.strategy, c.cluster.devices_per_node
     within = c.cluster.num_nodes == 1 or per_node % (s.dp * s.tp) == 0
@@ -200,6 +207,12 @@ RULES = (
         "parameters are either kept gathered or offloaded",
         "a kept block fills the memory that offloading is to free",
         _kept_offload,
+    ),
+    Rule(
+        "offload",
+        "nothing is offloaded",
+        "the tiers and the streamed update stand, but training does not use them yet",
+        _offload,
     ),
     Rule(
         "shard-node",
