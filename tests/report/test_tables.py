@@ -124,6 +124,15 @@ def test_strategies_are_whole_at_every_width(width):
     assert ("Their memory" in text) == (width < 118)
 
 
+def test_what_is_sent_over_parts_of_an_axis_counts_for_the_axis():
+    sent = Traffic()
+    for axis, size in (("dp_node", 1_000_000), ("dp_across", 2_000_000), ("dp", 4_000_000)):
+        sent.add("broadcast", axis, "gradients", size, 2)
+    table = strategies_table([Candidate(Strategy(), MEMORY, sent, StepTime(1, 0, 0, 0), True)])
+    assert cells(table, "1")[-2:] == [f"{sent.wire_bytes / 1e6:.2f}", "yes"]
+    assert "dp_" not in "\n".join(show(table))
+
+
 def test_no_candidates_is_an_empty_table():
     assert show(strategies_table([]))
 

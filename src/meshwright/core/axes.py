@@ -33,7 +33,10 @@ PP_ENDS = "pp_ends"
 WORLD = "world"
 """All ranks of the run."""
 
-ALL_AXES = (*MESH_ORDER, DP_NODE, DP_ACROSS, TP_KV, PP_ENDS, WORLD)
+WHOLE_AXIS = {DP_NODE: DP, DP_ACROSS: DP, TP_KV: TP, PP_ENDS: PP}
+"""Part of an axis → the axis."""
+
+ALL_AXES = (*MESH_ORDER, *WHOLE_AXIS, WORLD)
 
 
 def rank_of(coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:

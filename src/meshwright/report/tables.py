@@ -6,6 +6,7 @@ those of one rank, in decimal units.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -15,7 +16,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from meshwright.core.axes import MESH_ORDER
+from meshwright.core.axes import MESH_ORDER, WHOLE_AXIS
 from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic, TrafficRow
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
@@ -91,7 +92,7 @@ class StrategiesTable:
 
 
 def strategies_table(candidates: Sequence[Candidate], title: str = "Strategies, best first") -> StrategiesTable:
-    """One row per candidate, in the order given: step time, bubble, memory by category, wire bytes by axis.
+    """One row per candidate, in the order given: step time, bubble, memory by category, wire bytes by axis of the mesh.
 
     All memory columns share one unit, and so do all wire columns; the heads name it.
     """
@@ -100,14 +101,14 @@ def strategies_table(candidates: Sequence[Candidate], title: str = "Strategies, 
 
 def _strategy_columns(candidates: Sequence[Candidate]) -> list[_Column]:
     memory_unit = unit_of(max((c.memory.total_bytes for c in candidates), default=0))
-    wire_unit = unit_of(max((size for c in candidates for size in c.traffic.by_axis().values()), default=0))
+    wire_unit = unit_of(max((size for c in candidates for size in _by_whole_axis(c.traffic).values()), default=0))
 
     def memory(name: str, field: str, detail: bool = True) -> _Column:
         return _Column(f"{name}\n{memory_unit}", lambda c: in_unit(getattr(c.memory, field), memory_unit), detail)
 
     def wire(axis: str) -> _Column:
         def cell(candidate: Candidate) -> str:
-            size = candidate.traffic.by_axis().get(axis)
+            size = _by_whole_axis(candidate.traffic).get(axis)
             return NONE if size is None else in_unit(size, wire_unit)
 
         return _Column(f"{axis} wire\n{wire_unit}", cell, True)
@@ -255,8 +256,16 @@ def plain_table(title: str) -> Table:
 
 def _axes(candidates: Sequence[Candidate]) -> list[str]:
     """Axes that anybody sends over: mesh order first, then others by name."""
-    used = {axis for candidate in candidates for axis in candidate.traffic.by_axis()}
+    used = {axis for candidate in candidates for axis in _by_whole_axis(candidate.traffic)}
     return [axis for axis in MESH_ORDER if axis in used] + sorted(used.difference(MESH_ORDER))
+
+
+def _by_whole_axis(traffic: Traffic) -> dict[str, int]:
+    """Axis → wire bytes; what is sent over a part of an axis counts for the axis."""
+    total: Counter[str] = Counter()
+    for axis, size in traffic.by_axis().items():
+        total[WHOLE_AXIS.get(axis, axis)] += size
+    return dict(total)
 
 
 def _memory_values(memory: MemoryBreakdown) -> list[int]:
