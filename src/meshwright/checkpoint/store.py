@@ -5,7 +5,8 @@
     ...           ─┘     with its global shape        └─ ...
 
 A rank asks for boxes; it never needs to know how the writers were laid out. The files are those of
-torch.distributed.checkpoint, and its own tools read them as whole tensors.
+torch.distributed.checkpoint, and its own tools read them as whole tensors. That package takes a second to import;
+a process that neither saves nor loads does without it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint.folder import newest, open_step
 from meshwright.checkpoint.pieces import Piece
-from meshwright.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner
-from meshwright.checkpoint.storage import PieceReader, PieceWriter
 from meshwright.core.errors import CheckpointError, MeshwrightError, RankError
 
 
@@ -44,6 +42,11 @@ def save(
         CheckpointError: on all ranks alike, whichever rank it concerns.
         RankError: another rank died or did not come.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from meshwright.checkpoint.planners import PieceSavePlanner
+    from meshwright.checkpoint.storage import PieceWriter
+
     writer, planner = PieceWriter(Path(folder), step, extra, keep), PieceSavePlanner(pieces)
     try:
         with _as_one(f"saving step {step} to {folder}"):
@@ -74,6 +77,11 @@ def load(
             behind `pieces` may then be filled in part.
         RankError: another rank died or did not come.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from meshwright.checkpoint.planners import PieceLoadPlanner
+    from meshwright.checkpoint.storage import PieceReader
+
     reader, planner = PieceReader(Path(folder), step), PieceLoadPlanner(pieces, partial=partial)
     with _as_one(f"loading from {folder}"):
         dcp.load({}, storage_reader=reader, planner=planner, no_dist=not _has_ranks())
@@ -108,11 +116,13 @@ def _has_ranks() -> bool:
 @contextmanager
 def _as_one(what: str) -> Iterator[None]:
     """The failure of any rank becomes one CheckpointError on all."""
+    from torch.distributed.checkpoint import CheckpointException
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             yield
-    except dcp.CheckpointException as failure:
+    except CheckpointException as failure:
         rank = min(failure.failures)
         cause = failure.failures[rank][0]
         if isinstance(cause, MeshwrightError):
