@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -112,6 +113,21 @@ def test_plain_lines_where_there_is_no_terminal():
     assert lines[0] == f"step 10/25  loss 2.5000  eval 2.0000  left 30.0 s  {numbers}"
     assert lines[2] == f"step 25/25  loss 2.5000  eval 2.0000  left 0 s  {numbers}"
     assert "\x1b" not in out.getvalue()
+
+
+def test_steps_of_fp16_are_read_back_and_shown(tmp_path):
+    """The scale of the last step, and how many were skipped so far."""
+    rows = [replace(row(step), skipped=step == 1, loss_scale=65536.0 / (1 + (step > 1))) for step in range(3)]
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for each in rows:
+            writer.write(each)
+    assert read_metrics(tmp_path) == rows
+    assert [each.skipped for each in read_metrics(tmp_path)] == [False, True, False]
+    out, progress = make_progress(False, every=3)
+    with progress:
+        for each in rows:
+            progress.update(each)
+    assert out.getvalue().endswith("lr 3.0e-04  loss scale 32,768, 1 skipped\n")
 
 
 def test_time_left_counts_the_steps_of_this_process():

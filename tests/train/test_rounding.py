@@ -70,3 +70,8 @@ def test_names_and_steps_have_bits_of_their_own():
         random_bits(place((0, 0), (64, 48)), slice(0, 1000), STEP + 1),
     ):
         assert (first == other).float().mean() < 0.02
+
+
+def test_other_seeds_have_other_bits():
+    first, other = (random_bits(place((0, 0), (64, 48)), slice(0, 1000), STEP, seed) for seed in (0, 1))
+    assert (first == other).float().mean() < 0.02

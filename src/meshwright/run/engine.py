@@ -131,14 +131,16 @@ class Engine:
     ) -> None:
         """Write a checkpoint that any other layout of the same model can load."""
         scale = self.optimizer.loss_scale
-        content = {"optimizer_step": int(self.optimizer.step_count), "loss_scale": scale.state(), **(extra or {})}
+        content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
+        if scale.is_dynamic:
+            content["loss_scale"] = scale.state()
         store.save(folder, step, self._pieces(whole=False), content, keep=keep)
 
     def load(self, folder: Path | str, step: int | None = None) -> dict[str, Any]:
         """Read the newest (or the given) checkpoint, saved under any layout. Returns its extra values."""
         extra = store.load(folder, self._pieces(whole=True), step)
         self.optimizer.step_count.fill_(extra["optimizer_step"])
-        if self.optimizer.loss_scale.is_dynamic and extra["loss_scale"][0] > 1:
+        if self.optimizer.loss_scale.is_dynamic and "loss_scale" in extra:
             self.optimizer.loss_scale.restore(extra["loss_scale"])
         self.parallel.zero_gradients()
         return extra

@@ -58,4 +58,4 @@ class TrainOptions(Value):
 
     def optimizer(self, kind: Literal["adamw", "sgd"]) -> OptimizerOptions:
         """Settings of the update."""
-        return OptimizerOptions(kind=kind, weight_decay=self.weight_decay, clip_norm=self.clip_norm)
+        return OptimizerOptions(kind=kind, weight_decay=self.weight_decay, clip_norm=self.clip_norm, seed=self.seed)

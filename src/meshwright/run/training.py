@@ -132,8 +132,8 @@ class Training:
         if skipped and (not scale.is_dynamic or used <= scale.options.minimum):
             raise InputError(
                 f"step {step}: loss {float(stats.loss):g} and gradient norm {float(stats.grad_norm):g} are not both "
-                f"finite; nothing was changed or saved by this step: lower --lr, warm up longer, or look at the data, "
-                f"then go on from the last checkpoint with --resume"
+                f"finite; nothing was changed or saved by this step: lower --learning-rate, warm up longer, or look at "
+                "the data, then go on from the last checkpoint with --resume"
             )
         return (skipped, used) if scale.is_dynamic else (None, None)
 

@@ -3,9 +3,15 @@
     step with a non-finite gradient    skipped on every rank; S ← max(S · backoff, minimum)
     `interval` good steps in a row     S ← S · growth
 
-The decision is one for all ranks: the global norm sees every gradient of every rank, and is not finite where one of
-them isn't. (Squares are summed in fp32 by rows, then in float64: only finite gradients beyond 1e17 would be taken for an
-overflow, and fp16 has none.) It stays on the device.
+The decision is one for all ranks: the global norm sees every gradient that a rank computed, also of the replicas that
+it does not count, and is not finite where one of them isn't. (Squares are summed in fp32 by rows, then in float64: only
+finite gradients beyond 1e17 would be taken for an overflow, and fp16 has none.) It stays on the device.
+
+A skipped step leaves parameters, master copies, moments and the optimizer's step count as they were. Its batch is used
+up, and the learning rate, a function of the batch's number, moves on.
+
+A sum over ranks needs no division of its own, in fp16 either: the loss is divided by all counted tokens before
+backward, so the sum is the gradient itself times S, and where that leaves fp16's range a smaller S mends it.
 
 Source: Micikevicius et al. 2018 (Mixed Precision Training), §3.2; hysteresis as in Megatron-LM.
 """
@@ -31,6 +37,8 @@ class LossScaleOptions:
     hysteresis: int = 1
     """Overflows since the last growth before the scale falls: 1 lets it fall at once."""
     minimum: float = 1.0
+    maximum: float = 2.0**32
+    """Where growth ends: batches without gradients never overflow, and an infinite scale would never fall again."""
 
     def __post_init__(self) -> None:
         if not (self.growth > 1 > self.backoff > 0 and self.interval > 0 and self.hysteresis > 0):
@@ -38,9 +46,10 @@ class LossScaleOptions:
                 f"loss scale: growth {self.growth} must be above 1, backoff {self.backoff} between 0 and 1, interval "
                 f"{self.interval} and hysteresis {self.hysteresis} at least 1"
             )
-        if not 0 < self.minimum <= self.initial < float("inf"):
+        if not 0 < self.minimum <= self.initial <= self.maximum < float("inf"):
             raise InputError(
-                f"loss scale: initial {self.initial} must be finite and at least the minimum {self.minimum}, above 0"
+                f"loss scale: initial {self.initial} must lie between minimum {self.minimum}, above 0, and maximum "
+                f"{self.maximum}, which is finite"
             )
 
 
@@ -68,8 +77,8 @@ class LossScale:
         good = torch.where(overflow, 0, self._num_good + 1)
         grows = good >= options.interval
         fallen = (self.scale * options.backoff).clamp(min=options.minimum)
-        scale = torch.where(falls, fallen, self.scale)
-        self.scale.copy_(torch.where(grows, scale * options.growth, scale))
+        grown = (self.scale * options.growth).clamp(max=options.maximum)
+        self.scale.copy_(torch.where(falls, fallen, torch.where(grows, grown, self.scale)))
         self._num_good.copy_(torch.where(grows, 0, good))
         self._num_allowed.copy_(torch.where(grows, options.hysteresis, allowed))
 

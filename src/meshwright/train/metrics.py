@@ -98,7 +98,7 @@ def read_metrics(run_dir: Path | str) -> list[StepMetrics]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    field.name: int if field.type == "int" else float for field in fields(StepMetrics)
+    field.name: {"int": int, "bool | None": bool}.get(str(field.type), float) for field in fields(StepMetrics)
 }
 
 

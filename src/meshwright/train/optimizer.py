@@ -24,6 +24,8 @@ from meshwright.train.rounding import random_bits, round_to_bf16
 
 _NORM_ROW = 4096
 """Elements whose squares are summed in fp32."""
+_ROUNDED_AT_A_TIME = 1 << 20
+"""Elements for which random bits are made together: 32 MiB of integers, however large a parameter is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class OptimizerOptions:
     """Largest global gradient norm; None never clips."""
     loss_scale: LossScaleOptions = field(default_factory=LossScaleOptions)
     """Of fp16 training."""
+    seed: int = 0
+    """Of stochastic rounding."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,8 @@ class Shard:
     """Relative to the bucket."""
     norm_segments: tuple[Segment, ...]
     """The dp-rank's part of the bucket that counts in the norm."""
+    replica_segments: tuple[Segment, ...]
+    """Its replicas of what another rank counts, where this rank has computed their gradient by itself."""
     has_master: bool
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,9 +88,11 @@ class FlatOptimizer:
         moments = tuple(
             torch.zeros(stop - start, dtype=DTYPES[recipe.moment], device=values.device) for _ in range(num_moments)
         )
-        counted = tuple(s for s in bucket.layout.segments(bucket.counted.start, bucket.counted.stop) if s.owned)
+        looked_at = bucket.layout.segments(bucket.counted.start, bucket.counted.stop)
+        counted = tuple(s for s in looked_at if s.owned)
+        replicas = () if bucket.layout.sum_over else tuple(s for s in looked_at if not s.owned)
         segments = bucket.layout.segments(start, stop, self._states.frozen)
-        return Shard(bucket, start, stop, master, moments, segments, counted, recipe.master is not None)
+        return Shard(bucket, start, stop, master, moments, segments, counted, replicas, recipe.master is not None)
 
     @property
     def state_bytes(self) -> int:
@@ -101,13 +109,17 @@ class FlatOptimizer:
     @torch.no_grad()
     def norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Global gradient norm without the loss scale, and `loss` summed over all ranks, in one all-reduce of two
-        float64. The norm is not finite exactly where a gradient of some rank isn't."""
-        pieces = [
-            s.bucket.own_gradients[g.start - s.start : g.stop - s.start] for s in self.shards for g in s.norm_segments
-        ]
+        float64.
+
+        The norm is not finite where a gradient that some rank has computed isn't, of replicas too: these count zero
+        times. Copies that come out of one reduction are looked at once.
+        """
         squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        for piece in pieces:
-            squares[0] += _sum_of_squares(piece)
+        for shard in self.shards:
+            for segments, times in ((shard.norm_segments, 1.0), (shard.replica_segments, 0.0)):
+                for s in segments:
+                    piece = shard.bucket.own_gradients[s.start - shard.start : s.stop - shard.start]
+                    squares[0] += times * _sum_of_squares(piece)  # 0 · inf and 0 · nan are nan
         squares[1] = loss
         with self._mesh.ledger.phase("norm"):
             all_reduce(squares, self._mesh[WORLD])
@@ -145,8 +157,12 @@ class FlatOptimizer:
         """Write updated values [own] to parameters of fewer bits. What did not change is representable, and stays."""
         for slot in bucket.layout.slots:
             of_slot, of_own = bucket.overlap(slot, bucket.own)
-            bits = random_bits(slot.placement, of_slot, self.step_count)
-            bucket.own_parameters[of_own] = round_to_bf16(values[of_own], bits)
+            for start in range(of_slot.start, of_slot.stop, _ROUNDED_AT_A_TIME):
+                run = slice(start, min(start + _ROUNDED_AT_A_TIME, of_slot.stop))
+                bits = random_bits(slot.placement, run, self.step_count, self.options.seed)
+                low = of_own.start + start - of_slot.start
+                part = slice(low, low + run.stop - run.start)
+                bucket.own_parameters[part] = round_to_bf16(values[part], bits)
 
     def _divisor(self, norm: torch.Tensor) -> torch.Tensor:
         """What gradients are divided by: loss scale · max(1, (norm + 1e-6) / clip_norm). Stays on the device."""

@@ -19,7 +19,8 @@ _WIDTH_WITH_BAR = 120
 
 
 class Progress:
-    """Step, loss, tokens/s, gradient norm, learning rate and time left. Use on one rank, as a context.
+    """Step, loss, tokens/s, gradient norm, learning rate and time left; in fp16 also the loss scale, and how many steps
+    of this process were skipped. Use on one rank, as a context.
 
     Args:
         total_steps: of the whole run.
@@ -44,6 +45,7 @@ class Progress:
         self._clock = clock
         self._start_s = clock()
         self._eval_loss: float | None = None
+        self._num_skipped = 0
         self._bar = None
         if self._console.is_terminal:
             step, status = "step {task.completed}/{task.total}", "{task.fields[status]}"
@@ -57,6 +59,7 @@ class Progress:
         """Show a step that has ended."""
         done = row.step + 1
         self._eval_loss = self._eval_loss if row.eval_loss is None else row.eval_loss
+        self._num_skipped += bool(row.skipped)
         status = self._status(row, self._time_left(done))
         if self._bar is not None:
             self._bar.update(self._task, completed=done, status=status)
@@ -68,9 +71,10 @@ class Progress:
     def _status(self, row: StepMetrics, time_left: str) -> str:
         """What matters most first, since a narrow terminal cuts the end. The last evaluation stays."""
         evaluated = "" if self._eval_loss is None else f"  eval {self._eval_loss:.4f}"
+        scaled = "" if row.loss_scale is None else f"  loss scale {row.loss_scale:,.0f}, {self._num_skipped} skipped"
         return (
             f"loss {row.loss:.4f}{evaluated}  left {time_left}  {row.tokens_per_s:,.0f} tokens/s  "
-            f"grad norm {row.grad_norm:.2f}  lr {row.lr:.1e}"
+            f"grad norm {row.grad_norm:.2f}  lr {row.lr:.1e}{scaled}"
         )
 
     def _time_left(self, done: int) -> str:

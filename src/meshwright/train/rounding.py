@@ -3,7 +3,7 @@
     float32   | sign, exponent, 7 bits | 16 bits |      + 16 random bits, then the lower half is cut off
 
 E[round(x)] = x: a value goes up with the probability of its distance from below. The random bits are a hash of the
-parameter's name, the element's index in the whole parameter, and the step: replicas and layouts round alike.
+seed, the parameter's name, the element's index in the whole parameter, and the step: replicas and layouts round alike.
 
 Sources: Gupta et al. 2015 (Deep Learning with Limited Numerical Precision), §3; Zamirai et al. 2020 (Revisiting
 BFloat16 Training), §3.
@@ -28,15 +28,16 @@ def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded.clamp(-largest, largest), x).to(torch.bfloat16)
 
 
-def random_bits(placement: Placement, run: slice, step: torch.Tensor) -> torch.Tensor:
-    """16 bits [k] for the elements `run` of a placement's flattened box, as int32.
+def random_bits(placement: Placement, run: slice, step: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """16 bits [k] for the elements `run` of a placement's flattened box, as int32. Takes 32 bytes of each meanwhile.
 
     Args:
         step: scalar; other steps give other bits.
+        seed: other seeds, too.
     """
     index = _global_index(placement, run, step.device)
-    seed = crc32(placement.name.encode()) * 0x9E3779B1
-    return (_mix(_mix(index + seed) + step.to(torch.int64)) & _LOW_BITS).to(torch.int32)
+    key = crc32(f"{seed} {placement.name}".encode()) * 0x9E3779B1
+    return (_mix(_mix(index + key) + step.to(torch.int64)) & _LOW_BITS).to(torch.int32)
 
 
 def _global_index(placement: Placement, run: slice, device: torch.device) -> torch.Tensor:
