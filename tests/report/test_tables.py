@@ -16,6 +16,8 @@ from meshwright.report.tables import (
     compare_traffic,
     comparison_table,
     memory_table,
+    plain_table,
+    report_console,
     sparkline,
     strategies_table,
     traffic_table,
@@ -56,6 +58,38 @@ def row(table, start, width=160):
 
 def cells(table, start):
     return [cell.strip() for cell in row(table, start)]
+
+
+def test_names_are_no_markup(capsys):
+    table = plain_table("[b]run[/b]")
+    table.add_column("[i]head")
+    table.add_row("[red]x[/blue] :smile:")
+    console = report_console()
+    console.print(table)
+    console.print("a/[b]/c")
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[b]run[/b]", "[i]head", "[red]x[/blue] :smile:", "a/[b]/c"))
+
+
+@pytest.mark.parametrize("width", range(24, 90, 6))
+def test_on_a_narrow_terminal_nothing_is_cut(width):
+    """Every number stands whole on one line, in a table where there is room, else in a list."""
+    split = Candidate(Strategy(dp=2, tp=2, pp=2), MEMORY, traffic(), StepTime(1.0, 0.5, 0.1, 0.25), True)
+    for table, values in (
+        (memory_table({"rank 0": MEMORY}), ("1.23 GB", "80.0 GB", "4.56 GB", "1.00 kB")),
+        (traffic_table(traffic()), ("72.0 MB", "500 MB", "12.0 kB", "all_reduce", "gradients")),
+        (strategies_table([split]), ("1.60 s", "25.0%", "88.3", "500", "1f1b", "yes")),
+    ):
+        lines = show(table, width)
+        assert all(any(value in line for line in lines) for value in values), "\n".join(lines)
+        assert not any("…" in line for line in lines)
+        assert max(map(len, lines)) <= width
+
+
+def test_a_table_that_fits_stays_one():
+    lines = show(traffic_table(traffic()), 70)
+    assert lines[1].split() == ["phase", "axis", "primitive", "calls", "payload", "wire"]
+    assert "  axis: tp" in show(traffic_table(traffic()), 30)
 
 
 @pytest.mark.parametrize(

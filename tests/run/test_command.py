@@ -1,8 +1,11 @@
 """An error that is the user's to mend is one line and exit status 1."""
 
+import errno
+import warnings
+
 import pytest
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, MeshwrightWarning
 from meshwright.run.command import run_command
 
 
@@ -43,6 +46,22 @@ def test_traceback_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_interrupted() -> None:
     assert run_command(lambda: fail(KeyboardInterrupt())) == 130
+
+
+def test_no_room_for_what_no_file_is_named_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: fail(OSError(errno.ENOSPC, "No space left on device"))) == 1
+    err = capsys.readouterr().err
+    assert err == "meshwright: error: the output, or a file, cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_is_gone_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: fail(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: warnings.warn("a\n b", MeshwrightWarning, stacklevel=1)) == 0
+    assert capsys.readouterr().err == "meshwright: warning: a b\n"
 
 
 def test_our_own_faults_keep_their_traceback() -> None:

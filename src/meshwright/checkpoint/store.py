@@ -21,7 +21,7 @@ import torch.distributed
 
 from meshwright.checkpoint.folder import newest, open_step
 from meshwright.checkpoint.pieces import Piece
-from meshwright.core.errors import CheckpointError, MeshwrightError, RankError
+from meshwright.core.errors import CheckpointError, MeshwrightError, MeshwrightWarning, RankError
 
 
 def save(
@@ -87,7 +87,7 @@ def load(
         dcp.load({}, storage_reader=reader, planner=planner, no_dist=not _has_ranks())
     assert reader.manifest is not None
     for damage in reader.damages:
-        warnings.warn(f"passed over a damaged checkpoint: {damage}", stacklevel=2)
+        warnings.warn(f"passed over a damaged checkpoint: {damage}", MeshwrightWarning, stacklevel=2)
     return {**reader.manifest.extra, "step": reader.manifest.step}
 
 

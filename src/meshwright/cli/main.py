@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,6 +122,8 @@ def _refuse_empty(argv: Sequence[str]) -> None:
 
 def run() -> None:
     """Entry point of the `meshwright` script, and of `python -m meshwright.cli.main` in every rank."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × is no reason to fail
     raise SystemExit(run_command(lambda: main(sys.argv[1:])))
 
 

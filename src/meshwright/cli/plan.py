@@ -43,15 +43,16 @@ def plan_command(
     short = {"precision": precision, "zero": zero, "schedule": schedule, "recompute": recompute}
     wanted = parse_fix([*(fix or ()), *(f"{name}={value}" for name, value in short.items() if value is not None)])
     result = plan(load_model(model), machines, job, wanted, Options(num_ranked=top))
+    if out:  # before anything is printed: who reads that may stop reading
+        with writing(out):
+            result.plan.save(out)
     console = report_console()
     _print(console, result)
     warning = cluster_warning(machines)
     if warning:
         console.print(f"note: {warning}")
     if out:
-        with writing(out):
-            result.plan.save(out)
-        console.print(f"plan written to {out}")
+        console.print(f"plan written to {out}", soft_wrap=True)
 
 
 def _print(console: Console, result: PlanResult) -> None:

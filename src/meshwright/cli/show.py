@@ -85,21 +85,22 @@ def _csv(plan: Plan, _: Pricer) -> str:
 
 def _plan_table(plan: Plan) -> Table:
     """Model, cluster, job and strategy, one line each."""
-    from rich import box
-    from rich.table import Table
-
-    from meshwright.core.units import format_bytes
+    from meshwright.core.units import counted, format_bytes
+    from meshwright.report.tables import plain_table
 
     model, cluster, job, strategy = plan.model, plan.cluster, plan.job, plan.strategy
     layers = [len(part) for part in strategy.stage_layers(model.num_layers)]
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table = plain_table(None, has_head=False)
     rows = {
-        "model": f"{model.name}: {model.num_parameters:,} parameters, {model.num_layers} layers × {model.hidden_size}",
+        "model": f"{model.name}: {model.num_parameters:,} parameters, "
+        f"{counted(model.num_layers, 'layer')} × {model.hidden_size}",
         "cluster": f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} {cluster.device.name}, "
         f"{format_bytes(cluster.usable_memory_bytes)} usable each",
-        "job": f"{job.global_batch_size} sequences of {job.seq_length} tokens per step, {job.optimizer}",
+        "job": f"{counted(job.global_batch_size, 'sequence')} of {counted(job.seq_length, 'token')} per step, "
+        f"{job.optimizer}",
         "strategy": f"{strategy.describe()} (dp={strategy.dp} tp={strategy.tp} pp={strategy.pp})",
-        "batch": f"{strategy.dp} × {strategy.num_micro_batches} micro-batches × {strategy.micro_batch_size} sequences",
+        "batch": f"{strategy.dp} × {counted(strategy.num_micro_batches, 'micro-batch', 'micro-batches')} × "
+        f"{counted(strategy.micro_batch_size, 'sequence')}",
         "layers per stage": ", ".join(map(str, layers)),
         "bytes per parameter": f"{strategy.recipe.source}",
     }
@@ -110,13 +111,11 @@ def _plan_table(plan: Plan) -> Table:
 
 def _time_table(forecast: Forecast, pricer: Pricer) -> Table:
     """The step's seconds by cause."""
-    from rich import box
-    from rich.table import Table
-
     from meshwright.core.units import format_time
+    from meshwright.report.tables import plain_table
 
     total = forecast.step_time.total_s
-    table = Table(title="Step time", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table("Step time")
     for name in ("", "time", "share"):
         table.add_column(name, justify="left" if not name else "right")
     for term in pricer.terms(forecast):
@@ -129,8 +128,9 @@ def _time_table(forecast: Forecast, pricer: Pricer) -> Table:
 
 def _timetable(program: Program, width: int) -> str:
     """The unit grid (F=1, B=2), cut to the width and to the first ranks."""
+    from meshwright.core.units import counted
     from meshwright.schedule.draw import text
 
     lines = text(program, max_cells=max(1, width // CELL_WIDTH - 2)).splitlines()
     hidden = len(lines) - MAX_TIMETABLE_RANKS
-    return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {hidden} more ranks"] if hidden > 0 else [])])
+    return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {counted(hidden, 'more rank')}"] if hidden > 0 else [])])

@@ -18,6 +18,10 @@ class MeshwrightError(Exception):
     """Base of all errors that are the user's to mend. The message is one line that teaches."""
 
 
+class MeshwrightWarning(UserWarning):
+    """Something that a user should know and need not mend. The command line prints it as one line."""
+
+
 class InputError(MeshwrightError):
     """A file, name or option that cannot be used as it is."""
 

@@ -13,8 +13,10 @@ from math import isfinite
 from typing import Protocol
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from meshwright.core.axes import MESH_ORDER, WHOLE_AXIS
 from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic, TrafficRow
@@ -49,9 +51,12 @@ class Candidate(Protocol):
 
 
 def report_console() -> Console:
-    """Console on stdout: as wide as the terminal, 120 columns where the output is a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(120, console.width))
+    """Console on stdout: as wide as the terminal, 120 columns where the output is a file or a pipe.
+
+    Names and paths are printed as they are: `[b]` and `:smile:` in them are no markup.
+    """
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=max(120, console.width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +247,41 @@ def _mean(values: Sequence[float]) -> float:
 # ---------------------------------------------------------------- cells
 
 
-def plain_table(title: str) -> Table:
+class PlainTable(Table):
+    """A table; where the terminal is too narrow for its columns, the same as a list with one cell per line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._least_width() <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield Text(f"{self.title or ''}", style="bold")
+        heads = [" ".join(str(column.header).split()) for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            first, *others = ((head, str(cell)) for head, cell in zip(heads, row, strict=True))
+            yield Text(" ".join(filter(None, first)))
+            yield from (Text(f"  {head + ': ' if head else ''}{cell}") for head, cell in others if cell)
+        yield Text("")
+
+    def _least_width(self) -> int:
+        """Columns of the terminal that the table needs: no number is cut, and no word."""
+        widths = (
+            max(cell_len(word) for text in (column.header, *column.cells) for word in self._pieces(column, str(text)))
+            for column in self.columns
+        )
+        return sum(widths) + 2 * len(self.columns)
+
+    def _pieces(self, column: Column, text: str) -> list[str]:
+        return (text.splitlines() if column.no_wrap else text.split()) or [""]
+
+
+def plain_table(title: str | None, *, has_head: bool = True) -> Table:
     """An empty table as all of them look."""
-    return Table(
+    return PlainTable(
         title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
+        show_header=has_head,
         pad_edge=False,
         collapse_padding=True,
     )

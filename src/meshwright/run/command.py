@@ -4,22 +4,29 @@ alone, or the process that starts ranks         a rank that `launch` started
 ---------------------------------------         ----------------------------
 MeshwrightError → `meshwright: error: ...`, 1   any error → record for the launcher, traceback to its log, 1
 a file's error  → the same                      Ctrl-C    → 130
+no room         → the same
+reader is gone  → 1, silently (`| head`)
 Ctrl-C          → 130
+
+A MeshwrightWarning is one line too: `meshwright: warning: ...`.
 """
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, MeshwrightWarning
 from meshwright.run.failure import from_exception
 
 RECORD = "MESHWRIGHT_RANK_RECORD"
@@ -34,6 +41,9 @@ TRACEBACK = "MESHWRIGHT_TRACEBACK"
 GRACE_S = 2.0
 """How long a rank whose peer is gone waits before it ends, so that the peer can say why."""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Why something cannot be written, where the system names no file."""
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT."""
 
@@ -44,18 +54,52 @@ def run_command(main: Callable[[], int | None]) -> int:
     Args:
         main: the command; it returns an exit status, or None for 0.
     """
-    if RECORD in os.environ:
-        return _run_in_rank(main)
+    with _warnings_in_one_line():
+        return _run_in_rank(main) if RECORD in os.environ else _run_alone(main)
+
+
+def _run_alone(main: Callable[[], int | None]) -> int:
     try:
-        return main() or 0
+        status = main() or 0
+        if sys.stdout is not None:  # None: closed by who started us
+            sys.stdout.flush()
+        return status
     except MeshwrightError as error:
         return _explain(str(error))
     except OSError as error:
-        if error.filename is None:
-            raise  # not about a file: nothing that a user could mend
-        return _explain(f"{os.fspath(error.filename)}: {error.strerror}")
+        if error.filename is not None:
+            return _explain(f"{os.fspath(error.filename)}: {error.strerror}")
+        if isinstance(error, BrokenPipeError):
+            _drop_output()
+            return 1
+        if error.errno in NO_ROOM:
+            _drop_output()
+            return _explain(f"the output, or a file, cannot be written: {error.strerror}")
+        raise  # nothing that a user could mend
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _drop_output() -> None:
+    """What is still to be written has nowhere to go; the interpreter would try once more at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Our own warnings without Python's file names and source lines; others as always."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+            if issubclass(category, MeshwrightWarning):
+                print(f"meshwright: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+            else:
+                usual(message, category, *more, **named)
+
+        warnings.showwarning = show
+        yield
 
 
 def _explain(message: str) -> int:
@@ -77,8 +121,9 @@ def _rank_prefix() -> str:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    print(f"meshwright: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    """One line on stderr, whatever the message holds; where that cannot be written either, the status must do."""
+    with suppress(OSError):
+        print(f"meshwright: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _run_in_rank(main: Callable[[], int | None]) -> int:
