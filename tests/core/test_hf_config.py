@@ -223,7 +223,11 @@ REFUSED = {
         UnsupportedError,
         "`layer_types` has 'sliding_attention'.*no sliding window",
     ),
-    "few layer types": (_tiny(layer_types=["full_attention"]), InputError, "has 1 entry; one for each of the 32 layers"),
+    "few layer types": (
+        _tiny(layer_types=["full_attention"]),
+        InputError,
+        "has 1 entry; one for each of the 32 layers",
+    ),
     "gpt2 with rotary scaling": (
         {**PUBLISHED["gpt2"][0], "rope_scaling": {"type": "linear", "factor": 2.0}},
         UnsupportedError,
