@@ -69,9 +69,7 @@ class _Column:
 
 
 class StrategiesTable:
-    """Renders as one table, or as two under each other where less than `WIDE` columns are there."""
-
-    WIDE = 118
+    """Renders as one table, or as two under each other where it is too wide."""
 
     def __init__(self, candidates: Sequence[Candidate], title: str) -> None:
         self.candidates = candidates
@@ -79,13 +77,14 @@ class StrategiesTable:
         self.columns = _strategy_columns(candidates)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width >= self.WIDE:
-            yield self._rows(self.title, self.columns)
+        whole = self._rows(self.title, self.columns)
+        if whole.least_width() <= options.max_width:
+            yield whole
         else:
             yield self._rows(self.title, [column for column in self.columns if not column.detail])
             yield self._rows("Their memory and traffic", [column for column in self.columns if column.detail])
 
-    def _rows(self, title: str, columns: Sequence[_Column]) -> Table:
+    def _rows(self, title: str, columns: Sequence[_Column]) -> PlainTable:
         table = plain_table(title)
         table.add_column("#", justify="right", no_wrap=True)
         for column in columns:
@@ -251,7 +250,7 @@ class PlainTable(Table):
     """A table; where the terminal is too narrow for its columns, the same as a list with one cell per line."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._least_width() <= options.max_width:
+        if self.least_width() <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
         yield Text(f"{self.title or ''}", style="bold")
@@ -262,7 +261,7 @@ class PlainTable(Table):
             yield from (Text(f"  {head + ': ' if head else ''}{cell}") for head, cell in others if cell)
         yield Text("")
 
-    def _least_width(self) -> int:
+    def least_width(self) -> int:
         """Columns of the terminal that the table needs: no number is cut, and no word."""
         widths = (
             max(cell_len(word) for text in (column.header, *column.cells) for word in self._pieces(column, str(text)))
@@ -274,7 +273,7 @@ class PlainTable(Table):
         return (text.splitlines() if column.no_wrap else text.split()) or [""]
 
 
-def plain_table(title: str | None, *, has_head: bool = True) -> Table:
+def plain_table(title: str | None, *, has_head: bool = True) -> PlainTable:
     """An empty table as all of them look."""
     return PlainTable(
         title=title,
