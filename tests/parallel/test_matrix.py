@@ -14,7 +14,7 @@ import pytest
 from meshwright.core.plan import Plan
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import find_mismatch
-from tests.parallel.cases import FACTORS, MAX_RANKS, Case, covering, jobs, legal_cases, pairs_of, plan_of
+from tests.parallel.cases import FACTORS, MAX_RANKS, Case, covering, jobs, legal_cases, num_ranks, pairs_of, plan_of
 
 SAMPLE_SIZE = 5
 PER_JOB = 6
@@ -57,7 +57,7 @@ def chosen(legal: list[Case]) -> list[Case]:
 
 
 def of_world(cases: Sequence[Case], world: int) -> list[Case]:
-    return [case for case in cases if case["dp"] * case["tp"] * case["pp"] == world]
+    return [case for case in cases if num_ranks(case) == world]
 
 
 def test_the_matrix_holds_every_degree_that_can_be_legal(legal: list[Case]) -> None:
