@@ -9,8 +9,8 @@ import pytest
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
-from meshwright.core.rules import RULES, all_degrees, check, nearest_legal, violations
-from meshwright.core.sources import Machine, load_model, local_cluster
+from meshwright.core.rules import RULES, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.sources import Machine, load_cluster, load_model, local_cluster
 from meshwright.core.strategy import Strategy
 
 
@@ -125,6 +125,23 @@ def test_plan_file_round_trip(tmp_path: Any) -> None:
     plan = Plan(model=spec, cluster=cluster, job=job, strategy=strategy, why="it fits")
     plan.save(tmp_path / "plan.toml")
     assert Plan.load(tmp_path / "plan.toml") == plan
+
+
+def test_divisors_of_any_number_at_once() -> None:
+    for n in (*range(1, 200), 4096, 720_720):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+    assert len(divisors(963_761_198_400)) == 6720
+
+
+def test_the_nearest_legal_strategy_is_found_among_many() -> None:
+    """A cluster that no rule allows to be split as asked, with thousands of degrees and of micro-batch sizes."""
+    cluster = load_cluster("90090x8xh100")
+    job = Job(seq_length=128, global_batch_size=720_720)
+    wished = Strategy(dp=720_720 // 7, tp=7, num_micro_batches=7)
+    near = nearest_legal(wished, load_model("gpt2"), cluster, job)
+    assert near is not None
+    assert not violations(near, load_model("gpt2"), cluster, job)
+    assert near.world_size == 720_720
 
 
 def test_all_degrees_multiply_out() -> None:

@@ -57,6 +57,15 @@ def test_json_says_what_is_wrong() -> None:
             parse_json(text, "x.json")
 
 
+def test_equal_by_fields_alone() -> None:
+    ours, theirs = (ModelSpec.from_toml(load_model("demo-s").to_toml()) for _ in range(2))
+    assert ours.parameters()
+    assert ours == theirs
+    assert hash(ours) == hash(theirs)
+    assert ours != theirs.model_copy(update={"norm_eps": 1e-3})
+    assert ours != Strategy()
+
+
 def test_readers_refuse_what_breaks_them() -> None:
     for read, name in ((parse_json, "JSON"), (parse_toml, "TOML")):
         opening = "a = " if name == "TOML" else ""

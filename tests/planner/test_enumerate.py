@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.job import Job
 from meshwright.core.rules import violations
+from meshwright.core.sources import load_cluster
 from meshwright.core.strategy import Strategy
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import check_fix, parse_fix
@@ -45,6 +46,36 @@ def test_enumeration_is_what_brute_force_finds(model, cluster, num_nodes, per_no
     space = strategies(spec, machines, job, {})
     assert len(space.legal) == len(set(space.legal))
     assert set(space.legal) == brute_force(spec, machines, job, max_tp=per_node)
+
+
+def test_a_batch_of_many_divisors_is_not_tried_at_each(model, cluster):
+    """All sizes up to 8, and at most a factor of two between the larger ones."""
+    space = strategies(model(num_layers=24), cluster(), Job(seq_length=32, global_batch_size=720_720), {})
+    sizes = sorted({s.micro_batch_size for s in space.legal if s.dp == 8})
+    per_rank = 720_720 // 8
+    assert sizes[:6] == [1, 2, 3, 5, 6, 7]
+    assert len(sizes) < 25
+    assert sizes[-1] == per_rank
+    assert max(b / a for a, b in pairwise(sizes)) < 4
+    assert len(space.legal) < 3000
+    fixed = strategies(
+        model(num_layers=24), cluster(), Job(seq_length=32, global_batch_size=720_720), {"micro_batch_size": 55}
+    )
+    assert {s.micro_batch_size for s in fixed.legal} == {55}
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "words"),
+    [
+        ("99999999999xh100", {}, "less than or equal to 1000000000"),
+        ("1000000x8xh100", {}, "1,000,000 nodes of 8 devices are 8,000,000; at most 1,000,000"),
+        ("8xh100", {"global_batch_size": 999_999_999_999}, "global_batch_size"),
+        ("8xh100", {"seq_length": 10**100}, "seq_length"),
+    ],
+)
+def test_numbers_too_large_to_enumerate_are_refused(name, job, words):
+    with pytest.raises(InputError, match=words):
+        Job(**{"seq_length": 8, "global_batch_size": 8, **job}) if job else load_cluster(name)
 
 
 def test_every_degree_is_either_offered_or_refused(model, cluster, job):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from meshwright.core.values import MAX_SIZE, Value
+
+MAX_DEVICES = 1_000_000
+"""Of a cluster: all ways to split it are enumerated."""
 
 
 class Device(Value):
@@ -47,6 +50,15 @@ class ClusterSpec(Value):
     """Share of a device's memory that a rank may fill; the rest is the backend's."""
     compute_efficiency: float = Field(default=0.5, gt=0, le=1)
     """Share of peak FLOP/s that matrix products reach."""
+
+    @model_validator(mode="after")
+    def _countable(self) -> ClusterSpec:
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(
+                f"{self.num_nodes:,} nodes of {self.devices_per_node:,} devices are {self.num_devices:,}; "
+                f"at most {MAX_DEVICES:,} can be planned for"
+            )
+        return self
 
     @property
     def num_devices(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isqrt
 
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
@@ -269,22 +270,28 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
 
 def divisors(n: int) -> list[int]:
     """All divisors, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return [*small, *(n // d for d in reversed(small) if d * d != n)]
 
 
 def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
     """Every size of dp, tp and pp whose product is the number of devices."""
-    for tp in divisors(num_devices):
-        for pp in divisors(num_devices // tp):
-            yield {DP: num_devices // tp // pp, TP: tp, PP: pp}
+    sizes = divisors(num_devices)
+    for tp in sizes:
+        rest = num_devices // tp
+        for pp in sizes:
+            if rest % pp == 0:
+                yield {DP: rest // pp, TP: tp, PP: pp}
 
 
 def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
     for degrees in all_degrees(cluster.num_devices):
         per_rank, rest = divmod(job.global_batch_size, degrees[DP])
         keep = strategy.layers_per_stage if degrees[PP] == strategy.pp else None
-        for micro in divisors(per_rank) if rest == 0 else ():
-            batch = {"micro_batch_size": micro, "num_micro_batches": per_rank // micro}
-            other = strategy.model_copy(update={**degrees, **batch, "layers_per_stage": keep}).on(cluster)
-            if not violations(other, model, cluster, job):
-                yield other
+        other = strategy.model_copy(
+            update={**degrees, "micro_batch_size": 1, "num_micro_batches": per_rank, "layers_per_stage": keep}
+        ).on(cluster)
+        if rest or violations(other, model, cluster, job):  # whatever the size of micro-batches
+            continue
+        for micro in divisors(per_rank):
+            yield other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})

@@ -42,6 +42,12 @@ class Value(BaseModel, metaclass=_ValueType):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def __eq__(self, other: object) -> bool:
+        """By fields: cached properties are large, and follow from them."""
+        if self is other or type(self) is not type(other):
+            return self is other
+        return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
+
     def __copy__(self) -> Self:
         """A copy without cached properties: :meth:`model_copy` with an update would carry stale ones over."""
         copied = super().__copy__()

@@ -33,6 +33,10 @@ MAX_STAGE_EXCESS = 1.25
 SMALL_BUCKET_BYTES = 2 * 2**20
 """Of gradients that cross a slow link while backward runs: the first leaves early, the last is short."""
 
+MANY_SIZES = 16
+"""So many sizes of micro-batches are all tried. Of more, not all above `SMALL_SIZE`: a step's time is flat there."""
+SMALL_SIZE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -154,7 +158,7 @@ def _reason(case: Case, advice: Sequence[Advice]) -> tuple[str, str] | None:
 def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Iterator[Strategy]:
     """Every choice at the degrees of `first`. Without a pipeline all schedules are one; at dp=1 so are ZeRO 0 and 1."""
     options: dict[str, Sequence[Any]] = {
-        "micro_batch_size": divisors(job.global_batch_size // first.dp),
+        "micro_batch_size": _micro_batch_sizes(job.global_batch_size // first.dp),
         "schedule": _offered_schedules() if first.pp > 1 else (Strategy().schedule,),
         "zero": _offered_stages(first, fix),
         "recompute": ("none", "full"),
@@ -169,6 +173,15 @@ def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, 
         num_micro_batches = job.global_batch_size // first.dp // change["micro_batch_size"]
         if fix.get("num_micro_batches", num_micro_batches) == num_micro_batches:
             yield first.model_copy(update={**change, "num_micro_batches": num_micro_batches}).on(cluster)
+
+
+def _micro_batch_sizes(per_rank: int) -> list[int]:
+    """Divisors of a rank's sequences; of a great many all small ones, and of the others one for each factor of two."""
+    sizes = divisors(per_rank)
+    if len(sizes) <= MANY_SIZES:
+        return sizes
+    by_factor = {size.bit_length(): size for size in sizes if size > SMALL_SIZE}
+    return [*(size for size in sizes if size <= SMALL_SIZE), *by_factor.values()]
 
 
 def _offered_stages(first: Strategy, fix: Mapping[str, Any]) -> tuple[int, ...]:
