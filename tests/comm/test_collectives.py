@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from meshwright.comm.collectives import (
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.comm.transports.segments import SLOT_BYTES
+from meshwright.comm.work import Work
 from meshwright.core.errors import InputError
 
 SIZES = [1, 2, 3, 4, 5]
@@ -225,6 +229,57 @@ def waits_out_of_order(rank: int, world: int) -> None:
 
 def test_ranks_may_wait_in_different_orders(ranks):
     ranks(waits_out_of_order, 2)
+
+
+def first_round_needs_no_waiting(rank: int, world: int) -> None:
+    """Rank 0 ends its call though the others wait for theirs only afterwards: they have told what they bring."""
+    axis = axis_of(world)
+    all_gather(torch.empty(world), torch.ones(1), axis)  # connected from here on
+    out, word = torch.empty(world * 1000), torch.zeros(1)
+    work = all_gather_start(out, torch.full((1000,), float(rank)), axis)
+    if rank == 0:
+        work.wait()
+        for peer in range(1, world):
+            send_start(word, axis, peer, 0).wait()
+    else:
+        recv_start(word, axis, 0, 0).wait()
+        work.wait()
+    assert torch.equal(out, torch.arange(float(world)).repeat_interleave(1000))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_waits_later_holds_nobody_up(ranks, world):
+    ranks(first_round_needs_no_waiting, world)
+
+
+def calls_at_random_times(rank: int, world: int) -> None:
+    """Ranks that are early now and late then, with up to four calls under way, some in several pieces."""
+    axis, together, mine = axis_of(world), random.Random(7), random.Random(rank)
+    under_way: list[tuple[Work, Tensor, Tensor]] = []
+    for call in range(30):
+        numel = together.choice([0, 3, 1000, 40_000, SLOT_BYTES // 8 + 5])
+        x = [torch.arange(100.0 * call + r, 100 * call + r + world * numel).double() for r in range(world)]
+        own = slice(rank * numel, (rank + 1) * numel)
+        total = sum(x[1:], x[0])
+        if together.random() < 0.5:
+            out = torch.empty(numel, dtype=torch.float64)
+            under_way.append((reduce_scatter_start(out, x[rank], axis), out, total[own]))
+        else:
+            out = torch.empty(world * numel, dtype=torch.float64)
+            under_way.append((all_gather_start(out, total[own].clone(), axis), out, total))
+        time.sleep(mine.choice([0, 0, 0.003]))
+        while len(under_way) > mine.choice([0, 1, 3]):
+            work, out, expected = under_way.pop(mine.randrange(len(under_way)))
+            work.wait()
+            torch.testing.assert_close(out, expected)
+    for work, out, expected in under_way:
+        work.wait()
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_calls_that_are_waited_for_at_random_times(ranks, world):
+    ranks(calls_at_random_times, world)
 
 
 def one_rank() -> Axis:

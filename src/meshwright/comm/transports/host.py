@@ -9,8 +9,10 @@ Two slots are enough: who hears "round r" from a peer knows that this peer has r
 place. A signal is a system call, which also orders memory on every CPU; a peer that dies closes its
 socket, so its loss is seen at once and its rank is known.
 
-Nothing moves in the background: a started call runs when it, or a later one of the group, is waited
-for. A socket's bytes cost this rank's own cores more time than that (`benchmarks/collectives.py`).
+There are no threads: a started call tells its first round at once, if nothing is before it, and goes on, round by
+round, whenever a call of the group is started or waited for. So a rank that computes longer is waited for at the
+second call after its own, not at the first. A socket's bytes cost this rank's own cores more time than that
+(`benchmarks/collectives.py`).
 Messages, broadcasts and exchanges go through gloo, and so does everything if the ranks of the group
 are not all processes of one Linux host. What goes through gloo is posted when it is started, whatever
 memory still waits for: calls across nodes run while those inside a node are waited for.
@@ -19,7 +21,7 @@ memory still waits for: calls across nodes run while those inside a node are wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +32,8 @@ from meshwright.comm.transports.reduce import reduce_in_order
 from meshwright.comm.transports.segments import SLOT_BYTES, Segments, connect
 
 _ALIGNMENT = 64
+Rounds = Generator[None, None, None]
+"""A call: each `yield` is where the own slot is filled, and goes on once all peers' slots are."""
 
 
 class Host(Transport):
@@ -38,9 +42,8 @@ class Host(Transport):
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._gloo, self._group, self._timeout_s = Gloo(group), group, timeout_s
         self._size, self._index = group.size(), group.rank()
-        self._segments: Segments | None = None
+        self._queue: _Queue | None = None
         self._connected = False
-        self._queue = _Queue()
 
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
         if x.nbytes <= SMALL_BYTES:
@@ -74,30 +77,30 @@ class Host(Transport):
     def recv(self, out: Tensor, source: int, tag: int) -> Handle:
         return self._gloo.recv(out, source, tag)
 
-    def _start(self, run: Callable[[Segments], None], over_gloo: Callable[[], Handle]) -> Handle:
+    def _start(self, rounds: Callable[[Segments], Rounds], over_gloo: Callable[[], Handle]) -> Handle:
         """Queue a call. All ranks start in the same order, and calls run in the order of their starts."""
         if not self._connected:
-            self._segments, self._connected = connect(self._group, self._timeout_s), True
-        segments = self._segments
-        if segments is None:
+            segments, self._connected = connect(self._group, self._timeout_s), True
+            self._queue = _Queue(segments) if segments is not None else None
+        if self._queue is None:
             return over_gloo()
-        return self._queue.add(lambda: run(segments))
+        return self._queue.add(rounds(self._queue.segments))
 
     def _peers(self) -> Iterator[int]:
         """The other ranks, the next one first, so that not all read the same memory at once."""
         return ((self._index + step) % self._size for step in range(1, self._size))
 
-    def _all_reduce_small(self, segments: Segments, x: Tensor, op: ReduceOp) -> None:
+    def _all_reduce_small(self, segments: Segments, x: Tensor, op: ReduceOp) -> Rounds:
         """One round: every rank reads all and reduces in rank order."""
         flat = x.view(-1)
         if not flat.numel():
             return
         segments.own(flat.dtype, flat.numel()).copy_(flat)
-        segments.turn()
+        yield
         parts = [flat if j == self._index else segments.peer(j, x.dtype, x.numel()) for j in range(self._size)]
         reduce_in_order(parts, flat, op)
 
-    def _all_reduce_large(self, segments: Segments, x: Tensor, op: ReduceOp) -> None:
+    def _all_reduce_large(self, segments: Segments, x: Tensor, op: ReduceOp) -> Rounds:
         """Two rounds per piece: every rank reduces its block of the piece, then reads the others' blocks."""
         per_slot = SLOT_BYTES // x.element_size()
         for piece in x.view(-1).split(per_slot):
@@ -106,7 +109,7 @@ class Host(Transport):
             slot = segments.own(x.dtype, piece.numel())
             for j in self._peers():
                 slot[offsets[j] : offsets[j + 1]].copy_(blocks[j])
-            segments.turn()
+            yield
             parts = [
                 blocks[self._index]
                 if j == self._index
@@ -116,11 +119,11 @@ class Host(Transport):
             reduce_in_order(parts, blocks[self._index], op)
             own = blocks[self._index]
             segments.own(x.dtype, own.numel()).copy_(own)
-            segments.turn()
+            yield
             for j in self._peers():
                 blocks[j].copy_(segments.peer(j, x.dtype, blocks[j].numel()))
 
-    def _reduce_scatter(self, segments: Segments, out: Tensor, x: Tensor) -> None:
+    def _reduce_scatter(self, segments: Segments, out: Tensor, x: Tensor) -> Rounds:
         """out [n] ← row `index` of Σ x [P, n]; one round per piece of columns."""
         per_block = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT // x.element_size()
         for start in range(0, out.numel(), per_block):
@@ -129,7 +132,7 @@ class Host(Transport):
             slot = segments.own(x.dtype, self._size * width).view(self._size, width)
             for j in self._peers():
                 slot[j].copy_(x[j, columns])
-            segments.turn()
+            yield
             parts = [
                 x[j, columns]
                 if j == self._index
@@ -138,7 +141,7 @@ class Host(Transport):
             ]
             reduce_in_order(parts, out[columns], "sum")
 
-    def _all_gather(self, segments: Segments, out: Tensor, x: Tensor) -> None:
+    def _all_gather(self, segments: Segments, out: Tensor, x: Tensor) -> Rounds:
         """out [P, n] ← x [n] of all ranks; one round per piece."""
         if out[self._index].data_ptr() != x.data_ptr():
             out[self._index].copy_(x)
@@ -147,7 +150,7 @@ class Host(Transport):
             columns = slice(start, min(start + per_slot, x.numel()))
             width = columns.stop - columns.start
             segments.own(x.dtype, width).copy_(x[columns])
-            segments.turn()
+            yield
             for j in self._peers():
                 out[j, columns].copy_(segments.peer(j, x.dtype, width))
 
@@ -155,32 +158,53 @@ class Host(Transport):
 class _Queue:
     """Started calls of a group, in order. After one has failed the group is lost, and so are the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
         self._calls: deque[_Call] = deque()
+        self._is_told = False
+        """Whether the first call waits to hear the peers."""
         self._error: RuntimeError | None = None
 
-    def add(self, run: Callable[[], None]) -> _Call:
-        call = _Call(self, run)
+    def add(self, rounds: Rounds) -> _Call:
+        call = _Call(self, rounds)
         self._calls.append(call)
+        self._run_ahead()
         return call
 
     def run_until(self, call: _Call) -> None:
         while self._error is None and not call.done:
-            first = self._calls.popleft()
-            try:
-                first.run()
-            except RuntimeError as error:
-                self._error = error
-            first.done = True
+            self._run_round()
         if self._error is not None:
             raise self._error
+        self._run_ahead()
+
+    def _run_ahead(self) -> None:
+        """What needs no waiting."""
+        while self._error is None and self._calls and not (self._is_told and not self.segments.have_all_told):
+            self._run_round()
+
+    def _run_round(self) -> None:
+        """The first call, until it has filled its slot again or has ended."""
+        try:
+            if self._is_told:
+                self.segments.hear()
+            self._is_told = next(self._calls[0].rounds, _ENDED) is not _ENDED
+            if self._is_told:
+                self.segments.tell()
+            else:
+                self._calls.popleft().done = True
+        except RuntimeError as error:
+            self._error = error
+
+
+_ENDED = object()
 
 
 class _Call:
-    """A started call: runs, after all that were started before it, when it is waited for."""
+    """A started call: ended, after all that were started before it, when it was waited for, or before."""
 
-    def __init__(self, queue: _Queue, run: Callable[[], None]) -> None:
-        self._queue, self.run, self.done = queue, run, False
+    def __init__(self, queue: _Queue, rounds: Rounds) -> None:
+        self._queue, self.rounds, self.done = queue, rounds, False
 
     def wait(self) -> None:
         self._queue.run_until(self)

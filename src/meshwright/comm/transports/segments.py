@@ -48,11 +48,11 @@ class Segments:
         """A peer's slot of the round that was last turned. Only read it."""
         return self._slot(index, self._round - 1, dtype, numel)
 
-    def turn(self) -> None:
-        """Tell all peers that the own slot is filled; return when all of theirs are.
+    def tell(self) -> None:
+        """Tell all peers that the own slot is filled, and that their slots of the round before were read.
 
         Raises:
-            RuntimeError: a peer is gone, late by the timeout, or in another round.
+            RuntimeError: a peer is gone.
         """
         message = _TURN.pack(self._round)
         for index, peer in self._sockets.items():
@@ -60,10 +60,18 @@ class Segments:
                 peer.sendall(message)
             except OSError as error:
                 raise self._gone(index) from error
-        self._hear_all()
-        self._round += 1
 
-    def _hear_all(self) -> None:
+    @property
+    def have_all_told(self) -> bool:
+        """Whether :meth:`hear` would not have to wait."""
+        return len(self._poll.poll(0)) == len(self._sockets)
+
+    def hear(self) -> None:
+        """Return when all peers' slots are filled; the next round begins.
+
+        Raises:
+            RuntimeError: a peer is gone, late by the timeout, or in another round.
+        """
         missing = dict(self._index_of_fd)
         deadline = time.monotonic() + self._timeout_s
         while missing:
@@ -74,6 +82,7 @@ class Segments:
             for descriptor, _ in ready:
                 if descriptor in missing:
                     self._hear(missing.pop(descriptor))
+        self._round += 1
 
     def _hear(self, index: int) -> None:
         try:
