@@ -7,7 +7,7 @@
 #   make docs     write the generated pages of docs/ anew
 #   make clean    remove .venv and build folders
 #
-# The tests of the network and of whole layouts use all cores by themselves; the others go two at a time.
+# Tests go two at a time, whole files each; those over ranks start up to eight processes of their own.
 #
 # Options:
 #   PYTHON=python3.12      the interpreter that makes .venv (3.11 or newer)
@@ -56,8 +56,7 @@ check: $(STAMP)
 	@echo "format, lint and types are clean"
 
 test: check
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/comm --ignore tests/parallel $(ARGS)
-	@$(BIN)/python -m pytest tests/comm tests/parallel $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/meshwright demo $(ARGS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.pool import Pool
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when imported; tensors are tiny, and cores are shared
 
 
 @pytest.fixture(scope="session")

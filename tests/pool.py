@@ -180,11 +180,14 @@ def _serve(pipe: connection.Connection) -> None:
 
 def _perform(job: _Job) -> tuple[bool, Any]:
     """Plain pickle on both ways: tensors travel by value, never by shared file descriptors."""
+    from torch.distributed import barrier  # noqa: TID251 before there is a mesh
+
     from meshwright.comm import mesh
 
     try:
         fn, args = pickle.loads(job.call)
         mesh.start_local(job.meeting_file, job.rank, job.world, job.group_timeout_s)
+        barrier()  # a rank that ends at once would leave others that still connect
         return True, pickle.dumps(fn(job.rank, job.world, *args))
     except BaseException:
         return False, traceback.format_exc()
