@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from meshwright.comm.mesh import Mesh, start
 from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
 from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.hf import HFCheckpoint
 from meshwright.parallel.apply import ParallelModel
+from meshwright.run.batches import check_micro_batches, check_planned
 from meshwright.train.optimizer import FlatOptimizer, OptimizerOptions
 
 
@@ -46,6 +49,7 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, options: OptimizerOptions) -> None:
+        _check_model(model, plan.model)
         self.plan = plan
         self.mesh = mesh
         self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh)
@@ -79,17 +83,35 @@ class Engine:
         num_tokens: torch.Tensor | None = None,
         reduce: bool = True,
     ) -> torch.Tensor:
-        """See :meth:`ParallelModel.forward_backward`."""
+        """See :meth:`ParallelModel.forward_backward`.
+
+        Any number of micro-batches of any size and length will do, not only the plan's: the loss is the mean over all
+        counted tokens, and every layout computes it exactly. Forecasts hold for the plan's alone.
+
+        Raises:
+            InputError: tokens, labels or shapes that the model cannot be trained on.
+        """
+        wrong = check_micro_batches(micro_batches, self.plan.model)
         scale = self.optimizer.loss_scale.scale
-        return self.parallel.forward_backward(micro_batches, num_tokens=num_tokens, reduce=reduce, loss_scale=scale)
+        loss = self.parallel.forward_backward(micro_batches, num_tokens=num_tokens, reduce=reduce, loss_scale=scale)
+        return loss if wrong is None else loss.masked_fill(wrong, nan)
 
     def update(self, loss: torch.Tensor, learning_rate: float) -> StepStats:
         """Norm, clip, optimizer step, parameters gathered, gradients cleared.
 
         Args:
             loss: what :meth:`forward_backward` returned (summed, if it was called several times).
+            learning_rate: at least 0.
+
+        A step whose loss or gradient norm is not finite changes nothing.
+
+        Raises:
+            InputError: a learning rate that is none.
         """
+        if not 0 <= learning_rate < inf:
+            raise InputError(f"learning_rate {learning_rate}: a finite number of at least 0 was expected")
         norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
+        norm = norm + 0 * total
         scale = self.optimizer.loss_scale.scale.clone()
         skipped = self.optimizer.update(learning_rate, norm)
         self.parallel.gather_parameters()
@@ -98,21 +120,36 @@ class Engine:
         return StepStats(total, norm, skipped, scale)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
-        """One whole training step on this dp rank's micro-batches (the same on all its tp and pp ranks)."""
+        """One whole training step, exactly as planned, on this dp rank's micro-batches.
+
+        Args:
+            micro_batches: the plan's `num_micro_batches`, each (tokens, labels) [micro_batch_size, seq_length]; the
+                same on all tp and pp ranks of a dp rank.
+            learning_rate: at least 0.
+
+        Raises:
+            InputError: other micro-batches than the plan's, or values that cannot be trained on.
+        """
+        check_planned(micro_batches, self.plan)
         return self.update(self.forward_backward(micro_batches), learning_rate)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean loss per counted token over all rounds, without gradients; every rank returns it.
 
         Raises:
-            InputError: no round at all.
+            InputError: no round at all, or tokens, labels or shapes that the model cannot take.
         """
-        sums = [self.parallel.evaluate(micro_batches) for micro_batches in rounds]
+        sums = [self._evaluate(micro_batches) for micro_batches in rounds]
         if not sums:
             raise InputError("evaluate was given no micro-batches; give at least one round")
         self.mesh.ledger.take()
         self.mesh.ledger.take_waits()
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        wrong = check_micro_batches(micro_batches, self.plan.model)
+        loss, tokens = self.parallel.evaluate(micro_batches)
+        return (loss if wrong is None else loss.masked_fill(wrong, nan)), tokens
 
     def memory(self, activations_bytes: int) -> MemoryBreakdown:
         """What this rank holds, counted; activations as a census found them."""
@@ -129,7 +166,13 @@ class Engine:
     def save(
         self, folder: Path | str, step: int, extra: dict[str, Any] | None = None, *, keep: int | None = None
     ) -> None:
-        """Write a checkpoint that any other layout of the same model can load."""
+        """Write a checkpoint that any other layout of the same model can load.
+
+        Raises:
+            InputError: a step below 0; CheckpointError: it cannot be written.
+        """
+        if step < 0:
+            raise InputError(f"step {step} cannot be saved; steps are counted from 0")
         scale = self.optimizer.loss_scale
         content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
         if scale.is_dynamic:
@@ -162,6 +205,24 @@ class Engine:
         return pieces
 
 
+def _check_model(model: nn.Module, spec: ModelSpec) -> None:
+    """Raises InputError for a model that was split before, or that has not the spec's parameters."""
+    if getattr(model, "is_split", False):
+        raise InputError("this model was split by parallelize already; build another one for another engine")
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # what is tied counts once, in both
+    more = sorted(shapes.keys() - {param.name for param in spec.parameters()})
+    if more:
+        raise InputError(f"the model does not fit its spec: `{spec.name}` has no parameter `{more[0]}`")
+    for param in spec.parameters():
+        if shapes.get(param.name) != param.shape:
+            found = f"is {list(shapes[param.name])}" if param.name in shapes else "is not there"
+            raise InputError(
+                f"the model does not fit its spec: parameter `{param.name}` {found}, `{spec.name}` has "
+                f"{list(param.shape)}; build it from the plan's model"
+            )
+    model.is_split = True
+
+
 def make_mesh(plan: Plan) -> Mesh:
     """This rank's mesh under `plan`, on the process group that torchrun's environment describes."""
     start("cpu" if plan.cluster.backend == "gloo" else "cuda")
@@ -188,7 +249,7 @@ def parallelize(
         options: the optimizer's settings.
 
     Raises:
-        InputError: the number of ranks is not the plan's, or the model does not fit its spec.
+        InputError: the number of ranks is not the plan's, the model does not fit its spec, or was split before.
     """
     fresh = any(p.is_meta for p in model.parameters())
     options = options or OptimizerOptions(kind=plan.job.optimizer)
