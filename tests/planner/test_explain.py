@@ -7,7 +7,10 @@ import re
 import pytest
 
 from meshwright.core.job import Job
+from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
+from meshwright.cost.latency import mean_terms
+from meshwright.planner.price import Pricer
 from meshwright.planner.rank import plan
 
 
@@ -54,6 +57,26 @@ def test_a_slower_alternative_is_named_with_its_price(model, cluster):
     found = re.search(r"With recomputation, (.*?) is ([\d.]+)% slower, mostly for (.*?) \(\+", result.plan.why)
     assert float(found.group(2)) > 0
     assert "recompute" in found.group(1)
+
+
+def test_the_cause_is_what_the_alternative_adds(model, cluster):
+    """A head that makes the last stage the slowest: recomputation of the layers makes another one so."""
+    spec = model(num_layers=8, vocab_size=60_000)
+    job, machines = Job(seq_length=64, global_batch_size=64), cluster(1, 4)
+    pricer = Pricer(spec, machines, job)
+    plain = Strategy(dp=1, pp=4, num_micro_batches=64, precision="bf16")
+    fastest = pricer.simulate(pricer.forecast(plain))
+    causes = {}
+    for change in ({"recompute": "full"}, {"dp": 4, "pp": 1, "num_micro_batches": 16}):
+        other = pricer.simulate(pricer.forecast(plain.model_copy(update=change)))
+        terms = {t.name: t for t in mean_terms(pricer.step_costs(other.strategy), other.strategy, other.step_time)}
+        assert sum(t.seconds for t in terms.values()) == pytest.approx(other.step_time.total_s)
+        base = mean_terms(pricer.step_costs(plain), plain, fastest.step_time)
+        causes[tuple(change)] = {t.name: terms[t.name].seconds - t.seconds for t in base if t.name in terms}
+    for added in causes.values():
+        assert added["layers"] == pytest.approx(0, abs=1e-9)
+        assert added["head"] == pytest.approx(0, abs=1e-9)
+    assert causes["recompute",]["recomputation"] > 0
 
 
 def test_a_refused_alternative_gives_the_rule(model, cluster):

@@ -257,13 +257,26 @@ def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> 
 def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
     """The step by cause, on the stage that works longest; the terms add up to `time.total_s`."""
     slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
-    m = strategy.num_micro_batches
+    return _by_cause([slowest], strategy.num_micro_batches, "bubble and transfers", time)
+
+
+def mean_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
+    """The step by cause, as the mean over its stages; the terms add up to `time.total_s`.
+
+    For comparing strategies, whose slowest stages may do different work: over all devices the layers and the head cost
+    as much however they are split, and what a split loses by uneven stages stands in a term of its own.
+    """
+    return _by_cause(costs.stages, strategy.num_micro_batches, "bubble, uneven stages and transfers", time)
+
+
+def _by_cause(stages: Sequence[StageCosts], m: int, waiting: str, time: StepTime) -> tuple[TimeTerm, ...]:
     work: dict[str, float] = {}
-    for term in (*slowest.forward, *slowest.backward):
-        work[term.name] = work.get(term.name, 0.0) + m * term.seconds
+    for stage in stages:
+        for term in (*stage.forward, *stage.backward):
+            work[term.name] = work.get(term.name, 0.0) + m * term.seconds / len(stages)
     return (
         *(TimeTerm(name, seconds) for name, seconds in work.items()),
-        TimeTerm("bubble and transfers", max(0.0, time.pipeline_s - sum(work.values()))),
+        TimeTerm(waiting, max(0.0, time.pipeline_s - sum(work.values()))),
         TimeTerm("data-parallel communication", time.data_comm_exposed_s),
         TimeTerm("optimizer", time.optimizer_s),
     )

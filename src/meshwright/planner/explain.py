@@ -11,7 +11,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
 from meshwright.cost.flops import mfu
-from meshwright.cost.latency import TimeTerm
+from meshwright.cost.latency import TimeTerm, mean_terms
 from meshwright.planner.enumerate import Refusal
 from meshwright.planner.price import Forecast, Pricer
 
@@ -127,8 +127,12 @@ def _against(winner: Forecast, like: Sequence[Forecast], pricer: Pricer) -> str:
         extra = best.memory.total_bytes - winner.memory.total_bytes
         how = "more" if extra > 0 else "less"
         return f"{name} is as fast and holds {format_bytes(abs(extra))} {how}" if extra else f"{name} is its equal"
-    cause = _largest_increase(pricer.terms(winner), pricer.terms(best))
+    cause = _largest_increase(_mean_terms(winner, pricer), _mean_terms(best, pricer))
     return f"{name} is {slower:.1%} slower, mostly for {cause.name} (+{format_time(cause.seconds)})"
+
+
+def _mean_terms(forecast: Forecast, pricer: Pricer) -> tuple[TimeTerm, ...]:
+    return mean_terms(pricer.step_costs(forecast.strategy), forecast.strategy, forecast.step_time)
 
 
 def _largest_increase(before: Sequence[TimeTerm], after: Sequence[TimeTerm]) -> TimeTerm:
