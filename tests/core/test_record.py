@@ -33,5 +33,5 @@ def test_damage_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_no_records_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="at least three steps"):
+    with pytest.raises(InputError, match="no measurements; a run leaves them when it ends"):
         RankRecord.load_all(tmp_path)

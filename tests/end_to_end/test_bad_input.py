@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.plan import Plan
+from meshwright.core.sources import load_model
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.shell import Result
 from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model, write_config
@@ -103,6 +104,8 @@ def test_texts_that_cannot_be_trained_on(desk: Desk, refused: Refused) -> None:
     assert "the text is too short: " in train(short)
     assert "8 sequences of 32 for training need 257" in train(short)
     assert f"{binary}: not a text file" in train(binary)
+    assert "/dev/null: neither a file nor a folder" in train(Path("/dev/null"))
+    assert "is empty" in train(desk.write("nothing.txt", ""))
     assert "either --text PATH or --stdlib" in refused("train", plan, "--out", out)
     assert "either --text PATH or --stdlib" in refused("train", plan, "--out", out, "--stdlib", "--text", short)
 
@@ -147,6 +150,11 @@ def test_models_that_cannot_be_run(desk: Desk, refused: Refused, cli: Cli) -> No
     assert cli("plan", "mixtral-8x7b", "2x8xh100", "--batch", 64, "-o", plan).status == 0
     assert "mixture of experts (8 experts)" in refused("train", plan, "--stdlib", "--out", desk.folder / "run")
     assert "mixture of experts (8 experts)" in refused("parity", plan)
+    window = load_model(str(write_config(desk.folder, model_type="mistral", sliding_window=16)))
+    path = desk.folder / "window.toml"
+    make_plan(window).save(path)
+    for command in (["parity", path], ["train", path, "--stdlib", "--out", desk.folder / "run"]):
+        assert "32 tokens are more than the sliding window of 16" in refused(*command)
 
 
 def test_plans_that_cannot_be_made(desk: Desk, refused: Refused) -> None:
@@ -190,6 +198,10 @@ def test_a_run_without_measurements(desk: Desk, refused: Refused) -> None:
 
 
 def test_mistakes_with_a_finished_run(trained: Trained, desk: Desk, refused: Refused) -> None:
+    assert "the prompt is not valid UTF-8 text" in refused("generate", trained.run, "--prompt", "\udcff")
+    assert "seed 99999999999999999999" in refused(
+        "generate", trained.run, "--prompt", "x", "--seed", 99999999999999999999
+    )
     assert "`--prompt` is empty" in refused("generate", trained.run, "--prompt", "")
     assert "not an empty folder" in refused("export", trained.run, "--to", trained.run / "data")
     assert "holds a run already; add --resume" in refused("train", trained.plan, "--stdlib", "--out", trained.run)

@@ -32,6 +32,31 @@ def test_greedy_equals_transformers(tmp_path, model):
     assert torch.equal(generate(model, prompt, 12, temperature=0), expected)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
+def test_hardly_any_temperature_is_none(model, temperature):
+    prompt = random_tokens(model.spec, 1, 4)
+    assert torch.equal(generate(model, prompt, 6, temperature), generate(model, prompt, 6, temperature=0))
+
+
+def test_what_is_no_temperature_or_seed(model):
+    prompt = random_tokens(model.spec, 1, 4)
+    for temperature in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(InputError, match="temperature must be at least 0"):
+            generate(model, prompt, 1, temperature)
+    for seed in (-1, 2**63, 99999999999999999999):
+        with pytest.raises(InputError, match=f"seed {seed}"):
+            generate(model, prompt, 1, seed=seed)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named(temperature):
+    model = random_model(SPECS["llama"])
+    with torch.no_grad():
+        next(model.parameters())[0] = float("nan")
+    with pytest.raises(InputError, match="the model's output is not finite"):
+        generate(model, torch.zeros(1, 1, dtype=torch.int64), 1, temperature)
+
+
 def test_draws_follow_the_seed(model):
     prompt = random_tokens(model.spec, 1, 4)
     first = generate(model, prompt, 20, seed=1)

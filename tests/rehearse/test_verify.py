@@ -90,8 +90,13 @@ def test_activations_may_differ_by_their_bound(plan: Plan) -> None:
 
 
 def test_records_of_other_ranks_are_refused(plan: Plan) -> None:
-    with pytest.raises(InputError, match="ranks 0 to 7"):
+    with pytest.raises(InputError, match="no measurements of rank 7: the plan has 8 ranks"):
         differences(plan, as_forecast(plan)[:-1])
+    with pytest.raises(InputError, match="no measurements of ranks 0, 3: "):
+        differences(plan, [record for record in as_forecast(plan) if record.rank not in (0, 3)])
+    records = as_forecast(plan)
+    with pytest.raises(InputError, match="measurements of too many ranks: rank 8"):
+        differences(plan, [*records, replace(records[0], rank=8)])
 
 
 def test_bubble_is_the_idle_share_of_one_pipeline(plan: Plan) -> None:

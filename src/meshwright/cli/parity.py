@@ -17,22 +17,23 @@ from meshwright.run.launch import enter_ranks, speaks_for_all
 
 def parity_command(
     plan: Annotated[Path, typer.Argument(help="Plan file written by `meshwright plan`.")],
-    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and inputs.")] = 0,
 ) -> None:
     """Run the plan's layout on a tiny clone of its model beside one process, number by number."""
-    from meshwright.models.build import build
+    from meshwright.run.set_up import check_runnable
     from meshwright.run.tiny import tiny_plan
 
     planned = Plan.load(plan)
-    build(planned.model)  # refuses what can be planned but not run
+    check_runnable(planned)
     clone, notes = tiny_plan(planned)
-    is_speaker = speaks_for_all(detect(os.environ))
-    if is_speaker:
+
+    def say_what_runs() -> None:
         smaller = f" ({', '.join(notes)})" if notes else ""
         typer.echo(f"{clone.strategy.describe()} on `{clone.model.name}`{smaller}")
-    if enter_ranks(sys.argv[1:], clone.strategy.world_size) is not None:
+
+    if enter_ranks(sys.argv[1:], clone.strategy.world_size, before=say_what_runs) is not None:
         _compare(clone, seed)
-    if is_speaker:
+    if speaks_for_all(detect(os.environ)):
         typer.echo(
             "pass: gradients, norms, losses, weights after SGD and clipped AdamW equal one process; "
             "traffic and memory equal the forecast"

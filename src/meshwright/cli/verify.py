@@ -39,15 +39,16 @@ def print_verification(run: RunFolder) -> bool:
     rows = [
         *compare_memory(memory(model, job, strategy, full.coordinates), full.memory),
         *compare_traffic(traffic(model, job, strategy, full.coordinates), full.traffic),
-        *compare_step_time(step, max(r.step_time_s for r in records), measured_bubble(records)),
+        *compare_step_time(step, max(r.step_time_s for r in records) or None, measured_bubble(records)),
     ]
     console = report_console()
     console.print(comparison_table(rows, f"Forecast beside measured, rank {full.rank} (the fullest)"))
     for difference in wrong:
         console.print(f"differs: {difference}", highlight=False)
     if not wrong:
+        who = f"all {len(records)} ranks" if len(records) > 1 else "the one rank"
         console.print(
-            f"all {len(records)} ranks: traffic equal to the byte; parameters, gradients, optimizer and buffers exact; "
+            f"{who}: traffic equal to the byte; parameters, gradients, optimizer and buffers exact; "
             f"activations within {ACTIVATION_TOLERANCE:.0%}",
             highlight=False,
         )

@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.units import counted
 from meshwright.core.values import MAX_SIZE, Value
 
 MAX_LAYERS = 100_000
@@ -115,7 +116,7 @@ class ModelSpec(Value):
         """
         if self.positions == "learned" and num_tokens > self.max_positions:
             raise InputError(
-                f"{num_tokens} tokens, but `{self.name}` has {self.max_positions} learned positions; "
+                f"{counted(num_tokens, 'token')}, but `{self.name}` has {self.max_positions} learned positions; "
                 "shorten the sequences"
             )
         if self.sliding_window is not None and num_tokens > self.sliding_window:

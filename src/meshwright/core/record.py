@@ -55,5 +55,5 @@ class RankRecord:
         """Every rank's record, by rank. Raises InputError where there is none."""
         records = sorted((cls.load(path) for path in folder.glob("rank-*.json")), key=lambda r: r.rank)
         if not records:
-            raise InputError(f"{folder}: no measurements; let the training run for at least three steps")
+            raise InputError(f"{folder}: no measurements; a run leaves them when it ends, so let it end")
         return records

@@ -16,6 +16,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import is_tiled, param_box
 from meshwright.core.strategy import Offload, Strategy
+from meshwright.core.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def _world(c: Case) -> str | None:
     s, have = c.strategy, c.cluster.num_devices
     if s.world_size == have:
         return None
-    return f"dp={s.dp} × tp={s.tp} × pp={s.pp} = {s.world_size} ranks, but cluster `{c.cluster.name}` has {have}"
+    needed = counted(s.world_size, "rank")
+    return f"dp={s.dp} × tp={s.tp} × pp={s.pp} = {needed}, but cluster `{c.cluster.name}` has {have}"
 
 
 def _kv(c: Case) -> str | None:
@@ -72,14 +74,14 @@ def _vocab(c: Case) -> str | None:
 
 def _layers(c: Case) -> str | None:
     pp, layers = c.strategy.pp, c.model.num_layers
-    return f"pp={pp} is more than the {layers} layers" if pp > layers else None
+    return f"pp={pp} is more than the {counted(layers, 'layer')}" if pp > layers else None
 
 
 def _layer_list(c: Case) -> str | None:
     counts, layers = c.strategy.layers_per_stage, c.model.num_layers
     if counts is None or (len(counts) == c.strategy.pp and sum(counts) == layers and min(counts) > 0):
         return None
-    return f"layers_per_stage={list(counts)} for pp={c.strategy.pp} and {layers} layers"
+    return f"layers_per_stage={list(counts)} for pp={c.strategy.pp} and {counted(layers, 'layer')}"
 
 
 def _batch(c: Case) -> str | None:
@@ -89,7 +91,7 @@ def _batch(c: Case) -> str | None:
         return None
     return (
         f"dp={s.dp} × num_micro_batches={s.num_micro_batches} × micro_batch_size={s.micro_batch_size} "
-        f"= {product} sequences, but the job's global batch has {batch}"
+        f"= {counted(product, 'sequence')}, but the job's global batch has {batch}"
     )
 
 

@@ -23,6 +23,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.rules import Case, all_degrees, check, divisors, nearest_legal, violations
 from meshwright.core.schedule import schedules
 from meshwright.core.strategy import Precision, Strategy
+from meshwright.core.units import counted
 from meshwright.cost.zero import STAGES
 from meshwright.planner.fix import in_words
 
@@ -70,7 +71,8 @@ def _tp_in_node(c: Case) -> str | None:
     tp, per_node = c.strategy.tp, c.cluster.devices_per_node
     if tp <= per_node:
         return None
-    return f"tp={tp} is more than the {per_node} devices of a node; its all-reduces would cross nodes (advice N4)"
+    devices = counted(per_node, "device")
+    return f"tp={tp} is more than the {devices} of a node; its all-reduces would cross nodes (advice N4)"
 
 
 def _balance(c: Case) -> str | None:

@@ -9,7 +9,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
-from meshwright.core.units import format_bytes, format_time
+from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.flops import mfu
 from meshwright.cost.latency import TimeTerm, mean_terms
 from meshwright.planner.enumerate import Refusal
@@ -72,7 +72,8 @@ def _verdict(winner: Forecast, priced: Sequence[Forecast], model: ModelSpec, clu
     share = mfu(model, job, seconds, cluster.num_devices, peak)
     num_fitting = sum(f.fits for f in priced)
     return (
-        f"{winner.strategy.describe()} is the fastest of {num_fitting} strategies that fit ({len(priced)} legal): "
+        f"{winner.strategy.describe()} is the fastest of {counted(num_fitting, 'strategy', 'strategies')} that fit "
+        f"({len(priced)} legal): "
         f"{format_time(seconds)} per step, {job.tokens_per_step / seconds:,.0f} tokens/s, "
         f"{share:.0%} of the devices' peak.{_stages(winner.strategy)}"
     )

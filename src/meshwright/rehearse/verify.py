@@ -15,6 +15,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic, TrafficRow
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
+from meshwright.core.units import counted
 from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
 
@@ -45,9 +46,11 @@ def differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
         InputError: the records are not those of the plan's ranks.
     """
     records = list(records)
-    found = sorted(record.rank for record in records)
-    if found != list(range(plan.strategy.world_size)):
-        raise InputError(f"records of ranks {found}, but the plan has ranks 0 to {plan.strategy.world_size - 1}")
+    found, wanted = {record.rank for record in records}, set(range(plan.strategy.world_size))
+    for kind, ranks in (("no measurements of", wanted - found), ("measurements of too many ranks:", found - wanted)):
+        if ranks:
+            listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+            raise InputError(f"{kind} {listed}: the plan has {counted(len(wanted), 'rank')}; train it to its end again")
     return [difference for record in records for difference in rank_differences(plan, record)]
 
 

@@ -28,7 +28,7 @@ def claim(folder: Path, lock: Path) -> Iterator[None]:
     """
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         descriptor = _locked(folder, lock)
         try:
             yield
@@ -39,6 +39,13 @@ def claim(folder: Path, lock: Path) -> Iterator[None]:
         for path in new_folders:
             with suppress(OSError):
                 path.rmdir()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: this folder cannot be made: {error.strerror}") from None
 
 
 def _locked(folder: Path, lock: Path) -> int:

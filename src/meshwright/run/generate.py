@@ -23,10 +23,12 @@ def continue_text(
         seed: of the choice.
 
     Raises:
-        InputError: an empty prompt, or no run.
+        InputError: a prompt that is empty or no text, a temperature or seed that is none, or no run.
         CheckpointError: no checkpoint in it.
     """
     run.plan()
+    if any(0xD800 <= ord(character) < 0xE000 for character in prompt):  # what Python makes of bytes that are no text
+        raise InputError("the prompt is not valid UTF-8 text")
     tokenizer = load_prepared(run.data).tokenizer()
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:

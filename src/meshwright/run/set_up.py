@@ -9,12 +9,15 @@ A mistake leaves nothing behind and changes nothing; `plan.toml` is written last
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.checkpoint import latest, peek
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, MeshwrightWarning, UnsupportedError
+from meshwright.core.hf_config import to_hf_config
+from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint
@@ -40,6 +43,8 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
         _check_same_run(plan, options, run)
         return
     run.refuse_existing()
+    if warning := export_warning(plan.model):
+        warnings.warn(warning, MeshwrightWarning, stacklevel=2)
     if options.pretrained:
         HFCheckpoint(options.pretrained, plan.model).close()
     with _nothing_left_on_failure(run):
@@ -51,6 +56,15 @@ def go_on(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
     """Of a resumed run, once its checkpoint is loaded: from here on it is run by this plan and these options."""
     shutil.rmtree(run.measured, ignore_errors=True)  # of another plan, perhaps with more ranks
     run.write(plan, options)
+
+
+def export_warning(model: ModelSpec) -> str | None:
+    """One line where a model can be trained, but no Hugging Face configuration can say what it is; else None."""
+    try:
+        to_hf_config(model)
+    except UnsupportedError as error:
+        return f"{error}; it can be trained, but not exported"
+    return None
 
 
 def check_runnable(plan: Plan) -> None:

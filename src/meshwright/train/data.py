@@ -21,6 +21,7 @@ import torch
 
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError
+from meshwright.core.units import counted
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
@@ -211,6 +212,6 @@ def check_enough_tokens(
     if num_tokens - reserved < needed:
         kept = f" besides {reserved:,} kept for evaluation" if reserved else ""
         raise InputError(
-            f"the text is too short: {num_tokens:,} tokens, but {num_samples} sequences of {seq_length} for {use} "
-            f"need {needed:,}{kept}; give more text, or shorter or fewer sequences"
+            f"the text is too short: {counted(num_tokens, 'token')}, but {counted(num_samples, 'sequence')} of "
+            f"{seq_length} for {use} need {needed:,}{kept}; give more text, or shorter or fewer sequences"
         )

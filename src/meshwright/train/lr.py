@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import cos, pi
 
 from meshwright.core.errors import InputError
+from meshwright.core.units import counted
 
 
 def learning_rate(
@@ -32,7 +33,8 @@ def learning_rate(
         )
     if warmup_steps >= total_steps:
         raise InputError(
-            f"learning rate: {warmup_steps} warm-up steps leave none of the {total_steps} steps at the peak; "
+            f"learning rate: {counted(warmup_steps, 'warm-up step')} leave none of the "
+            f"{counted(total_steps, 'step')} at the peak; "
             f"use at most {total_steps - 1}"
         )
     if step < warmup_steps:

@@ -91,9 +91,13 @@ class TextFiles:
     def files(self) -> list[Path]:
         """The files read, in order. Raises InputError where there are none."""
         if self.path.is_file():
+            if not self.path.stat().st_size:
+                raise InputError(f"{self.path}: is empty (or has no size, as files of /proc: copy it to a real file)")
             return [self.path]
         if not self.path.exists():
             raise InputError(f"{self.path}: no such file or folder")
+        if not self.path.is_dir():
+            raise InputError(f"{self.path}: neither a file nor a folder; text is read twice: copy it to a file")
         found = [file for file in self.path.rglob("*") if _is_wanted(file, self.path)]
         if not found:
             kinds = "text (.txt, .md, .py, ...), JSON lines (.jsonl) or Parquet (.parquet)"
