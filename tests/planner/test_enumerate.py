@@ -48,6 +48,13 @@ def test_enumeration_is_what_brute_force_finds(model, cluster, num_nodes, per_no
     assert set(space.legal) == brute_force(spec, machines, job, max_tp=per_node)
 
 
+@pytest.mark.parametrize("fix", [{"zero": "³"}, {"dp": "9" * 5000}, {"tile": "x" * 5000}])
+def test_a_wrong_value_is_one_short_line(fix):
+    with pytest.raises(InputError) as raised:
+        check_fix(fix)
+    assert len(str(raised.value)) < 250
+
+
 def test_a_batch_of_many_divisors_is_not_tried_at_each(model, cluster):
     """All sizes up to 8, and at most a factor of two between the larger ones."""
     space = strategies(model(num_layers=24), cluster(), Job(seq_length=32, global_batch_size=720_720), {})

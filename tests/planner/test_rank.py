@@ -73,6 +73,13 @@ def test_the_front_of_made_up_points(spec, cluster, job):
     assert [f.memory.total_bytes for f in pareto_front(points)] == [50, 40, 10]
 
 
+def test_a_timetable_too_long_to_replay_is_taken_at_its_closed_form(model, cluster):
+    job = Job(seq_length=8, global_batch_size=10**8)
+    found = plan(model(num_layers=8), cluster(1, 4), job, {"pp": 4, "micro_batch_size": 1})
+    assert not found.forecast.simulated
+    assert found.forecast.strategy.num_micro_batches == 10**8
+
+
 def test_the_clock_may_overturn_the_order(spec, cluster, job):
     pricer = Pricer(spec, cluster(1, 4), job)
     quick = [pricer.forecast(s) for s in strategies(spec, cluster(1, 4), job, {}).legal[:4]]

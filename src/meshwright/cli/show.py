@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.core.errors import InputError
+from meshwright.core.units import counted
 from meshwright.core.values import write_text, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from meshwright.core.plan import Plan
-    from meshwright.core.program import Program
+    from meshwright.core.strategy import Strategy
     from meshwright.planner.price import Forecast, Pricer
 
 MAX_TIMETABLE_RANKS = 16
@@ -29,11 +31,13 @@ def show_command(
 ) -> None:
     """Show a plan as tables and as a pipeline timetable."""
     from meshwright.core.plan import Plan
-    from meshwright.planner.price import Pricer
+    from meshwright.planner.price import Pricer, is_long
     from meshwright.report.tables import memory_table, report_console, traffic_table
-    from meshwright.schedule.build import build_program
 
     plan = Plan.load(file)
+    drawn = ((html, "page", _html), (trace, "trace", _trace), (csv, "program", _csv))
+    if is_long(plan.strategy) and (html or trace or csv):
+        raise InputError(f"{file}: {_cells(plan.strategy)} are too many to draw or to write; plan larger micro-batches")
     pricer = Pricer(plan.model, plan.cluster, plan.job)
     forecast = pricer.simulate(pricer.forecast(plan.strategy))
     stages = {f"stage {stage}": memory for stage, memory in pricer.memory_by_stage(plan.strategy).items()}
@@ -43,10 +47,9 @@ def show_command(
     console.print(traffic_table(forecast.traffic, f"What rank {forecast.rank} sends in a step"))
     console.print(_time_table(forecast, pricer))
     console.print("Timetable of one pipeline (F forward, B backward, . idle; one cell is one forward)", style="bold")
-    console.print(_timetable(build_program(plan.strategy), console.width), highlight=False, soft_wrap=True)
+    console.print(_timetable(plan.strategy, console.width), highlight=False, soft_wrap=True)
     if plan.why:
         console.print(plan.why, highlight=False)
-    drawn = ((html, "page", _html), (trace, "trace", _trace), (csv, "program", _csv))
     for path, what, content in drawn:
         if path is not None:
             with writing(path):
@@ -85,7 +88,7 @@ def _csv(plan: Plan, _: Pricer) -> str:
 
 def _plan_table(plan: Plan) -> Table:
     """Model, cluster, job and strategy, one line each."""
-    from meshwright.core.units import counted, format_bytes
+    from meshwright.core.units import format_bytes
     from meshwright.report.tables import plain_table
 
     model, cluster, job, strategy = plan.model, plan.cluster, plan.job, plan.strategy
@@ -126,11 +129,19 @@ def _time_table(forecast: Forecast, pricer: Pricer) -> Table:
     return table
 
 
-def _timetable(program: Program, width: int) -> str:
+def _cells(strategy: Strategy) -> str:
+    stages = counted(strategy.pp, "stage")
+    return f"{stages} × {counted(strategy.num_micro_batches, 'micro-batch', 'micro-batches')}"
+
+
+def _timetable(strategy: Strategy, width: int) -> str:
     """The unit grid (F=1, B=2), cut to the width and to the first ranks."""
-    from meshwright.core.units import counted
+    from meshwright.planner.price import is_long
+    from meshwright.schedule.build import build_program
     from meshwright.schedule.draw import text
 
-    lines = text(program, max_cells=max(1, width // CELL_WIDTH - 2)).splitlines()
+    if is_long(strategy):
+        return f"{_cells(strategy)}: too many to draw"
+    lines = text(build_program(strategy), max_cells=max(1, width // CELL_WIDTH - 2)).splitlines()
     hidden = len(lines) - MAX_TIMETABLE_RANKS
     return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {counted(hidden, 'more rank')}"] if hidden > 0 else [])])

@@ -81,11 +81,12 @@ def first_error(error: ValidationError, where: str) -> str:
     key = f"`{'.'.join(str(part) for part in first['loc'])}`: " if first["loc"] else ""
     what = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
     is_whole = first["type"] in ("missing", "value_error") or isinstance(first.get("input"), Mapping)
-    found = "" if is_whole else f" (got {_shortened(repr(first.get('input')))})"
+    found = "" if is_whole else f" (got {shortened(repr(first.get('input')))})"
     return f"{where}: {key}{what}{found}"
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """At most `MAX_SHOWN_CHARS` of it."""
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"
 
 

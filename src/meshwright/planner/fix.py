@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import InputError
 from meshwright.core.strategy import Strategy
+from meshwright.core.values import shortened
 
 FIELDS = tuple(Strategy.model_fields)
 
@@ -54,9 +55,9 @@ def _field_value(name: str, value: Any) -> Any:
         near = get_close_matches(name, FIELDS, n=1)
         hint = f"did you mean `{near[0]}`? " if near else ""
         raise InputError(f"fix `{name}`: not a field of a strategy; {hint}fields: {', '.join(FIELDS)}")
-    if name == "zero" and isinstance(value, str) and value.isdigit():
+    if name == "zero" and isinstance(value, str) and value.isdecimal():
         value = int(value)
     try:
         return getattr(Strategy.model_validate({name: value}), name)
     except ValidationError as error:
-        raise InputError(f"fix `{name}`: {error.errors()[0]['msg']} (got {value!r})") from None
+        raise InputError(f"fix `{name}`: {error.errors()[0]['msg']} (got {shortened(repr(value))})") from None

@@ -39,6 +39,15 @@ from meshwright.sim.clock import simulate
 Key = tuple[object, ...]
 
 
+MAX_CELLS = 2**15
+"""Stages × micro-batches of a timetable that is replayed or drawn; of a longer one the closed form must do."""
+
+
+def is_long(strategy: Strategy) -> bool:
+    """Whether the timetable has more than `MAX_CELLS` cells."""
+    return strategy.pp * strategy.num_micro_batches > MAX_CELLS
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """One priced strategy."""
@@ -127,8 +136,8 @@ class Pricer:
         )
 
     def simulate(self, forecast: Forecast) -> Forecast:
-        """The same forecast, its pipeline timed by the clock."""
-        if forecast.simulated:
+        """The same forecast, its pipeline timed by the clock; unchanged where it is already, or where it `is_long`."""
+        if forecast.simulated or is_long(forecast.strategy):
             return forecast
         costs = self.step_costs(forecast.strategy)
         ends_s = last_work_ends_s(self._clocked(costs, forecast.strategy))

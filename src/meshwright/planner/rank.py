@@ -17,7 +17,7 @@ from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import Refusal, strategies
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
-from meshwright.planner.price import Forecast, Pricer
+from meshwright.planner.price import Forecast, Pricer, is_long
 from meshwright.planner.too_small import nothing_fits
 
 
@@ -142,14 +142,14 @@ def pareto_front(ordered: Iterable[Forecast]) -> list[Forecast]:
 
 
 def settle(ordered: Iterable[Forecast], simulate: Callable[[Forecast], Forecast], budget: int) -> list[Forecast]:
-    """Replay the first with the clock until the first has been replayed.
+    """Replay the first with the clock until the first has been replayed, or is too long for that.
 
     The closed form is a lower bound on the clock's time, so a replayed forecast that stays first is the fastest of
     all. Where `budget` replays do not settle it, replayed forecasts stand before the others.
     """
     ranked = list(ordered)
     for _ in range(budget):
-        if ranked[0].simulated:
+        if ranked[0].simulated or is_long(ranked[0].strategy):
             return ranked
         insort(ranked, simulate(ranked.pop(0)), key=_order)
     return sorted(ranked, key=lambda f: (not f.simulated, _order(f)))
