@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_model
+from meshwright.run.folder import RunFolder
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.shell import Result
 from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model, write_config
@@ -176,6 +177,23 @@ def test_paths_that_cannot_be_written(desk: Desk, refused: Refused) -> None:
     assert "Not a directory" in refused("demo", "--out", file / "run")
     assert "Not a directory" in refused("plan", desk.folder / "config.json", "local:1", "--batch", 8, "--seq", 32,
                                         "-o", file / "plan.toml").replace("cannot be written: ", "")  # fmt: skip
+
+
+def test_a_folder_that_another_process_trains_in(desk: Desk, refused: Refused) -> None:
+    plan, run = desk.plan(), RunFolder(desk.folder / "run")
+    with run.claim():
+        assert f"{run.path}: process " in refused("train", plan, "--stdlib", "--out", run.path)
+
+
+def test_another_number_of_ranks_than_the_plan_has(desk: Desk, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = desk.plan(dp=2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for argv in (["parity", plan], ["train", plan, "--stdlib", "--out", desk.folder / "run"]):
+        done = cli(*argv)
+        assert (done.status, done.out) == (1, "")
+        assert "torchrun started a world of 3" in done.err
+    assert not (desk.folder / "run").exists()
 
 
 def test_folders_that_are_no_run(desk: Desk, refused: Refused) -> None:
