@@ -111,7 +111,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """Bytes on one rank at the peak of a step, by category."""
+    """Bytes on one rank at the peak of a step, by category; those of the tiers that it offloads to by themselves."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -121,7 +121,12 @@ class MemoryBreakdown:
     """Constant tables, such as rotary positions. Memory that a backend takes for calls on their way is not counted."""
 
     working_bytes: int = 0
-    """Blocks that ZeRO-3 has gathered, gradients that ZeRO-2 and 3 have not reduced yet."""
+    """Blocks that ZeRO-3 has gathered, gradients that ZeRO-2 and 3 have not reduced yet, and the working set of an
+    offloaded update."""
+    host_bytes: int = 0
+    """What is offloaded to the memory of the host. Not a part of the total, which is the device's."""
+    disk_bytes: int = 0
+    """Likewise to a disk, in whole blocks."""
 
     @property
     def states_bytes(self) -> int:

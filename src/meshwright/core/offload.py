@@ -23,8 +23,8 @@ from meshwright.core.sharding import Range
 from meshwright.core.strategy import Offload, Tier
 
 NUM_WORKING_BUFFERS = 3
-GROUP_NUMEL = 2**20
-"""Elements of a group: 4 MiB of fp32 in one read or write."""
+GROUP_NUMEL = Offload().group_numel
+"""Elements of a group, unless a strategy says otherwise: 4 MiB of fp32 in one read or write."""
 BLOCK_BYTES = 4096
 """Groups begin on a multiple of it in a file, so that no two share a block."""
 CUT_NUMEL = 64
@@ -44,6 +44,8 @@ class Stored:
     dtype: str
     is_read: bool
     is_written: bool
+    is_copy: bool = False
+    """Whether it also stays in memory."""
 
     @property
     def element_bytes(self) -> int:
@@ -73,7 +75,8 @@ def stored_kinds(recipe: Recipe, optimizer: str, offload: Offload) -> tuple[Stor
         found += [Stored(kind, offload.optimizer, recipe.moment, True, True) for kind in moments]
     gradients = offload.optimizer if offload.delayed and offload.gradients == "none" else offload.gradients
     if gradients != "none":
-        found.append(Stored("gradients", gradients, recipe.gradient, True, False))
+        is_copy = offload.gradients == "none"
+        found.append(Stored("gradients", gradients, recipe.gradient, True, False, is_copy))
     if offload.parameters != "none":
         is_master = not any(each.kind == "master" for each in found)
         found.append(Stored("parameters", offload.parameters, recipe.parameter, is_master, not offload.delayed))
@@ -131,6 +134,11 @@ class TierTraffic:
             row.writes += count
             row.written_bytes += num_bytes
 
+    def forget_reads(self, kind: str) -> None:
+        """A kind's reads do not count."""
+        if (row := self.rows.pop(kind, None)) is not None:
+            self.add_writes(kind, row.written_bytes, row.writes)
+
     @property
     def read_bytes(self) -> int:
         return sum(row.read_bytes for row in self.rows.values())
@@ -144,6 +152,13 @@ def working_set_bytes(stored: Sequence[Stored], groups: Sequence[Range]) -> int:
     """Memory of an update's working buffers: NUM_WORKING_BUFFERS times the largest group, of all kinds it streams."""
     largest = max((stop - start for start, stop in groups), default=0)
     return NUM_WORKING_BUFFERS * largest * sum(each.element_bytes for each in streamed(stored))
+
+
+def staging_bytes(stored: Sequence[Stored], own: Sequence[Range]) -> int:
+    """Memory in which gradients that lie on a tier are added up: as much as the largest of a rank's parts of buckets
+    (`own`) takes."""
+    sizes = (each.element_bytes for each in stored if each.kind == "gradients" and not each.is_copy)
+    return max((stop - start for start, stop in own), default=0) * sum(sizes)
 
 
 def streamed(stored: Sequence[Stored]) -> tuple[Stored, ...]:

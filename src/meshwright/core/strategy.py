@@ -34,6 +34,8 @@ class Offload(Value):
     """Folder of the disk tier, one of each node's own."""
     delayed: bool = False
     """Update with the gradients of the step before, while the next step runs."""
+    group_numel: int = Field(default=2**20, ge=64)
+    """Elements that are read, updated and written together; three such groups are in memory at a time."""
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from meshwright.core.axes import PP
+from meshwright.core.axes import DP, PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown
@@ -27,6 +27,7 @@ from meshwright.cost.activations import (
     loss_terms,
     total_bytes,
 )
+from meshwright.cost.offload import offload_forecast
 from meshwright.schedule.closed_form import peak_live
 
 
@@ -46,13 +47,16 @@ def memory(
         return shard if strategy.zero >= from_stage else whole
 
     state_bytes = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
+    moved, offload = offload_forecast(strategy, job.optimizer, buckets, at[DP]), strategy.offload
     return MemoryBreakdown(
-        parameters_bytes=held(3) * recipe.parameter_bytes,
-        gradients_bytes=held(2) * recipe.gradient_bytes,
-        optimizer_bytes=held(1) * state_bytes,
+        parameters_bytes=held(3) * recipe.parameter_bytes * (offload.parameters == "none"),
+        gradients_bytes=held(2) * recipe.gradient_bytes * (offload.gradients == "none"),
+        optimizer_bytes=held(1) * state_bytes * (offload.optimizer == "none"),
         activations_bytes=activations_bytes(model, job, strategy, at[PP]),
         buffers_bytes=tables_bytes(model, job, strategy),
-        working_bytes=working_bytes(buckets, strategy),
+        working_bytes=working_bytes(buckets, strategy) + moved.working_set_bytes,
+        host_bytes=moved.tier_bytes.get("cpu", 0),
+        disk_bytes=moved.tier_bytes.get("disk", 0),
     )
 
 

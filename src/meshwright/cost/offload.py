@@ -11,21 +11,35 @@ Sources: Ren et al. 2021 §4 (ZeRO-Offload), Rajbhandari et al. 2021 §4.2, §5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.flat import Bucket
 from meshwright.core.offload import (
-    GROUP_NUMEL,
     Stored,
     TierTraffic,
     cut_groups,
+    staging_bytes,
     stored_kinds,
     tier_bytes,
     working_set_bytes,
 )
 from meshwright.core.sharding import Range, sharding
 from meshwright.core.strategy import Strategy, Tier
+from meshwright.cost.traffic import num_gathers as gathers_of
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPart:
+    """A rank's part of a bucket: its groups, and what happens to it in a step."""
+
+    groups: tuple[Range, ...]
+    num_gathers: int
+    """How often its parameters are gathered."""
+    num_reductions: int
+    """How often its gradients are reduced."""
+    num_sums: int
+    """How often they are summed over further ranks at the end of the step: 1 or 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +47,20 @@ class OffloadForecast:
     """What one rank keeps away from its device, and what passes in a step."""
 
     stored: tuple[Stored, ...]
-    groups: tuple[Range, ...]
-    """Of all buckets, one after the other."""
-    num_gathers: int = 0
-    """How often each block's parameters are gathered in a step."""
-    num_reductions: int = 1
-    """How often each block's gradients are reduced in a step."""
+    parts: tuple[BucketPart, ...]
+    own: tuple[Range, ...]
+    """Elements of each bucket that are the rank's."""
     delayed: bool = False
 
     @property
+    def groups(self) -> tuple[Range, ...]:
+        """Of all buckets, one after the other."""
+        return tuple(group for part in self.parts for group in part.groups)
+
+    @property
     def working_set_bytes(self) -> int:
-        """Memory of the update's buffers."""
-        return working_set_bytes(self.stored, self.groups)
+        """Memory of the update's buffers, and of the one in which gradients are added up."""
+        return working_set_bytes(self.stored, self.groups) + staging_bytes(self.stored, self.own)
 
     @property
     def tier_bytes(self) -> dict[Tier, int]:
@@ -55,22 +71,24 @@ class OffloadForecast:
         """What a tier counts in a step."""
         total = TierTraffic()
         for each in (each for each in self.stored if each.tier == tier):
-            num_bytes = sum(stop - start for start, stop in self.groups) * each.element_bytes
-            count = sum(stop > start for start, stop in self.groups)
-            reads, writes = self._passes(each)
-            total.add_reads(each.kind, reads * num_bytes, reads * count)
-            total.add_writes(each.kind, writes * num_bytes, writes * count)
+            for part in self.parts:
+                num_bytes = sum(stop - start for start, stop in part.groups) * each.element_bytes
+                reads, writes = self._passes(each, part)
+                total.add_reads(each.kind, reads * num_bytes, reads * len(part.groups))
+                total.add_writes(each.kind, writes * num_bytes, writes * len(part.groups))
         return total
 
-    def _passes(self, each: Stored) -> tuple[int, int]:
+    def _passes(self, each: Stored, part: BucketPart) -> tuple[int, int]:
         """How often all of a kind is (read, written) in a step."""
         reads, writes = int(each.is_read), int(each.is_written)
         if each.kind == "master":
             reads += self.delayed  # when the parameters take it over
-        elif each.kind == "gradients":  # a later reduction adds to what is there
-            reads, writes = reads + self.num_reductions - 1, self.num_reductions
+        elif each.kind == "gradients" and each.is_copy:  # copied there
+            writes = 1
+        elif each.kind == "gradients":  # a later sum adds to what is there
+            reads, writes = reads + part.num_reductions - 1 + part.num_sums, part.num_reductions + part.num_sums
         elif each.kind == "parameters":
-            reads, writes = reads + self.num_gathers, 1
+            reads, writes = reads + part.num_gathers, 1
         return reads, writes
 
 
@@ -80,30 +98,37 @@ def offload_forecast(
     buckets: Sequence[Bucket],
     dp_index: int = 0,
     *,
-    num_gathers: int = 0,
-    num_reductions: int = 1,
-    group_numel: int = GROUP_NUMEL,
+    num_gathers: int | None = None,
+    num_reductions: int | None = None,
+    group_numel: int | None = None,
 ) -> OffloadForecast:
     """Of the rank at `dp_index` that holds `buckets`.
 
     Args:
         optimizer: `adamw` or `sgd`.
-        num_gathers: of a block's parameters in a step, that are read from a tier.
-        num_reductions: of a block's gradients in a step.
-        group_numel: elements of a group.
+        num_gathers: of each block's parameters in a step; None: as the strategy has it.
+        num_reductions: of each block's gradients in a step; likewise.
+        group_numel: elements of a group; likewise.
 
     Raises InputError as :func:`core.offload.stored_kinds` does.
     """
     stored = stored_kinds(strategy.recipe, optimizer, strategy.offload)
-    groups = tuple(_groups(strategy, buckets, dp_index, group_numel)) if stored else ()
-    return OffloadForecast(stored, groups, num_gathers, num_reductions, strategy.offload.delayed)
+    way, sized = sharding(strategy), group_numel or strategy.offload.group_numel
+    own = tuple(way.own(bucket.numel, dp_index) for bucket in buckets) if stored else ()
+    parts = tuple(
+        BucketPart(
+            cut_groups(bucket.segments(start, stop), start, stop, sized),
+            _gathers(strategy, bucket) if num_gathers is None else num_gathers,
+            strategy.num_micro_batches if num_reductions is None else num_reductions,
+            int(bool(bucket.sum_over or way.replicate)),
+        )
+        for bucket, (start, stop) in zip(buckets, own, strict=bool(stored))
+    )
+    return OffloadForecast(stored, parts, own, strategy.offload.delayed)
 
 
-def _groups(strategy: Strategy, buckets: Sequence[Bucket], dp_index: int, group_numel: int) -> Iterator[Range]:
-    way = sharding(strategy)
-    for bucket in buckets:
-        start, stop = way.own(bucket.numel, dp_index)
-        yield from cut_groups(bucket.segments(start, stop), start, stop, group_numel)
+def _gathers(strategy: Strategy, bucket: Bucket) -> int:
+    return gathers_of(strategy, bucket) if strategy.offload.parameters != "none" else 0
 
 
 def transfer_s(traffic: TierTraffic, read_bytes_per_s: float, write_bytes_per_s: float) -> float:

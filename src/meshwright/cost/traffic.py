@@ -121,12 +121,15 @@ def _parameters(total: Traffic, strategy: Strategy, bucket: Bucket) -> None:
     if strategy.zero in (1, 2):
         _gather(total, "parameters", way.scatter, payload_bytes)
     if strategy.zero == 3:
-        _gather(total, "gather", way.scatter, payload_bytes, _num_gathers(strategy, bucket))
+        _gather(total, "gather", way.scatter, payload_bytes, num_gathers(strategy, bucket))
 
 
-def _num_gathers(strategy: Strategy, bucket: Bucket) -> int:
-    """Once per step if kept; else for forward and for backward of each micro-batch. Recomputation finds the layer's
-    block gathered, its tiles not."""
+def num_gathers(strategy: Strategy, bucket: Bucket) -> int:
+    """How often a bucket's parameters are gathered in a step, with ZeRO-3.
+
+    Once per step if kept; else for forward and for backward of each micro-batch. Recomputation finds the layer's block
+    gathered, its tiles not.
+    """
     if strategy.keep_gathered:
         return 1
     first = bucket.slots[0].placement

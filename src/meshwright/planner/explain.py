@@ -96,11 +96,14 @@ def _limits(winner: Forecast, pricer: Pricer) -> str:
 
 
 def _memory(winner: Forecast) -> str:
-    held = {name.removesuffix("_bytes"): size for name, size in winner.memory.to_dict().items() if size}
+    tiers = {"host_bytes": "in the host's memory", "disk_bytes": "on disk"}
+    sizes = winner.memory.to_dict()
+    moved = " and ".join(f"{format_bytes(sizes[name])} {where}" for name, where in tiers.items() if sizes[name])
+    held = {name.removesuffix("_bytes"): size for name, size in sizes.items() if size and name not in tiers}
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda i: -i[1]))
     return (
         f"Rank {winner.rank} holds most: {format_bytes(winner.memory.total_bytes)} of "
-        f"{format_bytes(winner.usable_memory_bytes)} usable ({listed})."
+        f"{format_bytes(winner.usable_memory_bytes)} usable ({listed}){f', and {moved}' if moved else ''}."
     )
 
 

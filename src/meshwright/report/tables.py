@@ -7,7 +7,7 @@ those of one rank, in decimal units.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Protocol
@@ -23,8 +23,14 @@ from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic, Traffic
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
 
-MEMORY_CATEGORIES = {field.name.removesuffix("_bytes"): field.name for field in fields(MemoryBreakdown)}
-"""Name in tables and figures → field of MemoryBreakdown."""
+MEMORY_TIERS = {"on host": "host_bytes", "on disk": "disk_bytes"}
+"""Name in tables → field of MemoryBreakdown that is no memory of the device; shown where anything is offloaded."""
+MEMORY_CATEGORIES = {
+    field.name.removesuffix("_bytes"): field.name
+    for field in fields(MemoryBreakdown)
+    if field.name not in MEMORY_TIERS.values()
+}
+"""Name in tables and figures → field of MemoryBreakdown that is."""
 
 _SHORT = ("param", "grad", "optim", "activ", "buffer", "work")
 NONE = "–"
@@ -123,6 +129,7 @@ def _strategy_columns(candidates: Sequence[Candidate]) -> list[_Column]:
         _Column("bubble", lambda c: f"{c.step_time.bubble_fraction:.1%}"),
         *(memory(name, field) for name, field in zip(_SHORT, MEMORY_CATEGORIES.values(), strict=True)),
         memory("total", "total_bytes", detail=False),
+        *(memory(name, field) for name, field in used_tiers([c.memory for c in candidates]).items()),
         *(wire(axis) for axis in _axes(candidates)),
         _Column("fits", lambda c: "yes" if c.fits else "no"),
     ]
@@ -132,11 +139,18 @@ def memory_table(memories: Mapping[str, MemoryBreakdown], title: str = "Memory a
     """One row per label (a rank, or a witness), one column per category and the total."""
     table = plain_table(title)
     table.add_column("")
-    for name in (*MEMORY_CATEGORIES, "total"):
+    shown = {**MEMORY_CATEGORIES, "total": "total_bytes", **used_tiers(memories.values())}
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for label, memory in memories.items():
-        table.add_row(label, *map(format_bytes, _memory_values(memory)))
+        table.add_row(label, *(format_bytes(getattr(memory, field)) for field in shown.values()))
     return table
+
+
+def used_tiers(memories: Iterable[MemoryBreakdown]) -> dict[str, str]:
+    """Those of MEMORY_TIERS that any of these keeps something on."""
+    memories = list(memories)
+    return {name: field for name, field in MEMORY_TIERS.items() if any(getattr(m, field) for m in memories)}
 
 
 def traffic_table(traffic: Traffic, title: str = "What one rank sends in a step") -> Table:
@@ -178,8 +192,8 @@ class Comparison:
 
 
 def compare_memory(forecast: MemoryBreakdown, measured: MemoryBreakdown) -> list[Comparison]:
-    """Category by category, and the total."""
-    fields = {**MEMORY_CATEGORIES, "total": "total_bytes"}
+    """Category by category, the total, and what is offloaded."""
+    fields = {**MEMORY_CATEGORIES, "total": "total_bytes", **used_tiers([forecast, measured])}
     return [
         Comparison(f"memory, {name}", getattr(forecast, field), getattr(measured, field), "bytes")
         for name, field in fields.items()
@@ -298,11 +312,6 @@ def _by_whole_axis(traffic: Traffic) -> dict[str, int]:
     for axis, size in traffic.by_axis().items():
         total[WHOLE_AXIS.get(axis, axis)] += size
     return dict(total)
-
-
-def _memory_values(memory: MemoryBreakdown) -> list[int]:
-    """Bytes by category, and the total."""
-    return [*(getattr(memory, field) for field in MEMORY_CATEGORIES.values()), memory.total_bytes]
 
 
 def _quantity(value: float | None, unit: str) -> str:
