@@ -60,12 +60,19 @@ BROKEN = {
         {},
         "keep_gathered with offload.parameters=cpu",
     ),
-    "offload": (
+    "offload-path": (
         2,
-        {"dp": 2, "num_micro_batches": 6, "zero": 1, "offload": {"optimizer": "disk", "path": "/scratch"}},
+        {"dp": 2, "num_micro_batches": 6, "zero": 1, "offload": {"optimizer": "disk"}},
         {},
         {},
-        "offload of optimizer=disk",
+        "offload to disk without a path",
+    ),
+    "offload-delayed": (
+        2,
+        {"dp": 2, "num_micro_batches": 6, "zero": 2, "offload": {"gradients": "cpu", "delayed": True}},
+        {},
+        {},
+        "offload.delayed with offload.optimizer=none",
     ),
     "shard-node": (
         4,

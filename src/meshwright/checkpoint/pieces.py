@@ -1,4 +1,4 @@
-"""Pieces: the boxes of logical tensors that a rank holds, as views into its own memory.
+"""Pieces: the boxes of logical tensors that a rank holds, as views into its own memory or its tiers.
 
 A checkpoint knows logical tensors only (`parameters/NAME`, `moment1/NAME`, ...) with their global shapes.
 A ZeRO shard is a run of elements that may begin and end anywhere in a parameter; cut into rectangles
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import torch
 
@@ -23,9 +24,73 @@ from meshwright.core.flat import Bucket
 from meshwright.core.placement import Box
 
 
+class Stored(Protocol):
+    """A flat run of elements that is not in memory, such as :class:`parallel.offload.stream.StoredRun`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def numel(self) -> int:
+        """Number of elements."""
+
+    def __getitem__(self, part: slice) -> Stored: ...
+    def read(self) -> torch.Tensor:
+        """A flat copy in memory."""
+
+    def write(self, x: torch.Tensor) -> None:
+        """Take over the values of x, flat."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBox:
+    """A stored run in the shape of a box: read and written in whole rows of its first dim longer than 1."""
+
+    run: Stored
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.run.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.run.numel() * self.dtype.itemsize
+
+    def narrow(self, dim: int, start: int, length: int) -> StoredBox:
+        """Like that of a tensor, along the first dim longer than 1."""
+        assert prod(self.shape[:dim]) == 1, "such rows do not follow one another"
+        row = prod(self.shape[dim + 1 :])
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return StoredBox(self.run[start * row : (start + length) * row], shape)
+
+    def read(self) -> torch.Tensor:
+        """A copy in memory, of the box's shape."""
+        return self.run.read().view(self.shape)
+
+    def rows_of(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> StoredBox:
+        """The whole rows that hold the part at `offsets` of `lengths`."""
+        dim = row_dim(self.shape)
+        return self if dim is None else self.narrow(dim, offsets[dim], lengths[dim])
+
+    def write_part(self, offsets: tuple[int, ...], x: torch.Tensor) -> None:
+        """The part at `offsets` of x's shape ← x. Where it does not fill its rows, they are read first."""
+        rows, dim = self.rows_of(offsets, tuple(x.shape)), row_dim(self.shape)
+        if rows.shape == tuple(x.shape):
+            rows.run.write(x.reshape(-1))
+            return
+        values = rows.read()
+        at = tuple(0 if d == dim else offset for d, offset in enumerate(offsets))
+        values[tuple(slice(low, low + size) for low, size in zip(at, x.shape, strict=True))] = x
+        rows.run.write(values.view(-1))
+
+
+def row_dim(shape: tuple[int, ...]) -> int | None:
+    """The first dim longer than 1: its rows follow one another in memory. None where there is none."""
+    return next((dim for dim, size in enumerate(shape) if size > 1), None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One box of a logical tensor, in this rank's memory."""
+    """One box of a logical tensor, in this rank's memory or on one of its tiers."""
 
     key: str
     """KIND/NAME, with the logical name of the parameter: `moment1/layers.3.mlp.up.weight`."""
@@ -33,8 +98,12 @@ class Piece:
     """Global shape of the logical tensor."""
     box: Box
     """In global coordinates."""
-    tensor: torch.Tensor
+    tensor: torch.Tensor | StoredBox
     """Of the box's sizes. A view into the owner's memory: saved from there, loaded into there."""
+
+    def read(self) -> torch.Tensor:
+        """The values: that view, or a copy of what is not in memory."""
+        return self.tensor.detach() if isinstance(self.tensor, torch.Tensor) else self.tensor.read()
 
     def check(self) -> None:
         """Raises CheckpointError unless tensor, box and shape fit each other."""
@@ -98,19 +167,23 @@ def _within_row(box: Box, index: int, start: int, stop: int) -> Iterator[tuple[B
         yield Box((box.offsets[0] + index, *part.offsets), (1, *part.sizes)), before + low, before + high
 
 
-def flat_pieces(key: str, shape: tuple[int, ...], box: Box, start: int, memory: torch.Tensor) -> list[Piece]:
+def flat_pieces(key: str, shape: tuple[int, ...], box: Box, start: int, memory: torch.Tensor | Stored) -> list[Piece]:
     """Pieces of the run of elements of `box` that begins at flat position `start` and fills `memory`.
 
     Args:
         memory: one-dim and contiguous; the pieces are views into it.
     """
     return [
-        Piece(key, shape, part, memory[low - start : high - start].view(part.sizes))
+        Piece(key, shape, part, _in_shape(memory[low - start : high - start], part.sizes))
         for part, low, high in rectangles(box, start, start + memory.numel())
     ]
 
 
-def bucket_pieces(kind: str, bucket: Bucket, start: int, memory: torch.Tensor, *, owned: bool) -> list[Piece]:
+def _in_shape(run: torch.Tensor | Stored, shape: tuple[int, ...]) -> torch.Tensor | StoredBox:
+    return run.view(shape) if isinstance(run, torch.Tensor) else StoredBox(run, shape)
+
+
+def bucket_pieces(kind: str, bucket: Bucket, start: int, memory: torch.Tensor | Stored, *, owned: bool) -> list[Piece]:
     """Pieces of bucket elements [start, start + len(memory)): the whole bucket or one ZeRO shard.
 
     Args:
@@ -134,8 +207,7 @@ def slabs(piece: Piece, cap_bytes: int) -> Iterator[Piece]:
 
     A stored chunk is read whole; so the reader of a small box reads little more than that box.
     """
-    dim = next((dim for dim, size in enumerate(piece.box.sizes) if size > 1), None)
-    num_bytes = piece.tensor.numel() * piece.tensor.element_size()
+    dim, num_bytes = row_dim(piece.box.sizes), piece.tensor.nbytes
     if dim is None or num_bytes <= cap_bytes:
         yield piece
         return

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from meshwright.checkpoint.pieces import Piece, slabs
+from meshwright.checkpoint.pieces import Piece, StoredBox, slabs
 from meshwright.core.errors import CheckpointError
 
 SLAB_BYTES = 64 * 2**20
@@ -52,18 +52,18 @@ class PieceSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = tuple(pieces)
         self._slab_bytes = slab_bytes
-        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+        self._written: dict[MetadataIndex, Piece] = {}
 
     def create_local_plan(self) -> SavePlan:
         items = []
         for whole in self._pieces:
             whole.check()
             for piece in slabs(whole, self._slab_bytes) if whole.box.numel else ():
-                index, tensor = MetadataIndex(piece.key, piece.box.offsets), piece.tensor.detach()
-                self._tensors[index] = tensor
+                index = MetadataIndex(piece.key, piece.box.offsets)
+                self._written[index] = piece
                 data = TensorWriteData(
                     chunk=_chunk(piece),
-                    properties=TensorProperties.create_from_tensor(tensor),
+                    properties=TensorProperties(dtype=piece.tensor.dtype),
                     size=torch.Size(piece.shape),
                 )
                 items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
@@ -74,7 +74,7 @@ class PieceSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        tensor = self._tensors[write_item.index]
+        tensor = self._written[write_item.index].read()
         if tensor.is_cpu and tensor.is_contiguous():
             # A view of a large buffer would be copied first; as a tensor of its own storage it is not.
             return torch.from_dlpack(tensor)
@@ -185,10 +185,19 @@ class PieceLoadPlanner(LoadPlanner):
         raise CheckpointError(f"{self._path}: {read_item.dest_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor = self._pieces[read_item.dest_index.fqn][read_item.dest_index.index or 0].tensor.detach()
+        tensor = self._target(read_item)
+        if not isinstance(tensor, torch.Tensor):
+            return torch.empty(read_item.lengths, dtype=tensor.dtype)
+        tensor = tensor.detach()
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: `tensor` is a view into the piece."""
+        """`tensor` is a view into the piece, unless that is not in memory."""
+        target = self._target(read_item)
+        if not isinstance(target, torch.Tensor):
+            target.write_part(tuple(read_item.dest_offsets), tensor)
+
+    def _target(self, read_item: ReadItem) -> torch.Tensor | StoredBox:
+        return self._pieces[read_item.dest_index.fqn][read_item.dest_index.index or 0].tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -46,9 +47,11 @@ def _compare(clone: Plan, seed: int) -> None:
     from meshwright.core.axes import WORLD
     from meshwright.run.engine import make_mesh
     from meshwright.run.parity import find_mismatch
+    from meshwright.run.tiny import offloaded_to
 
     mesh = make_mesh(clone)
-    mismatch = find_mismatch(clone, mesh, seed)
+    with TemporaryDirectory(prefix="meshwright-parity-") as folder:  # the plan's own may be another machine's
+        mismatch = find_mismatch(offloaded_to(clone, folder), mesh, seed)
     if mismatch is not None:
         raise ParityError(str(mismatch))
     barrier(mesh[WORLD])

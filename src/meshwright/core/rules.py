@@ -137,11 +137,15 @@ def _kept_offload(c: Case) -> str | None:
     return f"keep_gathered with offload.parameters={tier}" if c.strategy.keep_gathered and tier != "none" else None
 
 
-def _offload(c: Case) -> str | None:
+def _offload_path(c: Case) -> str | None:
     moved = c.strategy.offload
-    kinds = ("optimizer", "parameters", "gradients")
-    named = ", ".join(f"{kind}={getattr(moved, kind)}" for kind in kinds if getattr(moved, kind) != "none")
-    return f"offload of {named}" if named else None
+    return "offload to disk without a path" if "disk" in moved.tiers and not moved.path else None
+
+
+def _delayed(c: Case) -> str | None:
+    moved = c.strategy.offload
+    is_alone = moved.delayed and moved.optimizer == "none"
+    return "offload.delayed with offload.optimizer=none" if is_alone else None
 
 
 def _node(c: Case) -> str | None:
@@ -212,10 +216,16 @@ RULES = (
         _kept_offload,
     ),
     Rule(
-        "offload",
-        "nothing is offloaded",
-        "the tiers and the streamed update stand, but training does not use them yet",
-        _offload,
+        "offload-path",
+        "offloading to disk needs offload.path, a folder of each node's own",
+        "none is made or guessed, lest another disk fill up",
+        _offload_path,
+    ),
+    Rule(
+        "offload-delayed",
+        "a delayed update needs the optimizer offloaded",
+        "it works on copies away from the device, while the next step runs there",
+        _delayed,
     ),
     Rule(
         "shard-node",

@@ -53,13 +53,16 @@ class ParallelModel:
         spec: its shape.
         strategy: how it is split; legal for the model.
         mesh: this rank's mesh, with the strategy's sizes.
+        optimizer: what updates it; only what is offloaded depends on it.
 
     Raises:
         UnsupportedError: a precision that is for forecasts only.
-        InputError: the model does not fit its spec.
+        InputError: the model does not fit its spec, or what is offloaded a tier.
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> None:
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh, optimizer: str = "adamw"
+    ) -> None:
         strategy.recipe.check_runnable()
         self.spec = spec
         self.strategy = strategy
@@ -69,7 +72,7 @@ class ParallelModel:
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
         tensor.apply(model, spec, mesh[TP])
-        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen)
+        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         direct.apply(self.states)
@@ -194,7 +197,7 @@ class ParallelModel:
         if self.states.way.stays_scattered and self.states.keeps_whole_parameters:
             with self.mesh.ledger.phase("parameters"):
                 levels = self.states.way.scatter
-                works = [gather_start(b.parameters, b.own_parameters, levels, self.mesh) for b in self.states.buckets]
+                works = [gather_start(b.parameters, b.shard, levels, self.mesh) for b in self.states.buckets]
                 for work in works:
                     work.wait()
 

@@ -13,8 +13,8 @@ The loss is divided by the tokens of the whole step before backward, so every re
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from meshwright.comm.collectives import all_reduce, all_reduce_start
 from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.flat import Pool, Slot
+from meshwright.parallel.offload.tier import Handle
 from meshwright.parallel.shards import Started, reduce_start, scatter_start
 from meshwright.parallel.states import FlatBucket, FlatStates, GradientSink
 
@@ -57,7 +58,9 @@ class GradientReducer:
         self._states = states
         self._policy: _Policy = _Whole(states, mesh)
         if states.gradient_pool is not None:
-            self._policy = _Shards(states, mesh, states.gradient_pool, self._launch_through)
+            is_kept = all(isinstance(bucket.own_gradients, torch.Tensor) for bucket in states.buckets)
+            shards = _Shards if is_kept else _StoredShards
+            self._policy = shards(states, mesh, states.gradient_pool, self._launch_through)
         self._armed = False
         self._missing: dict[int, int] = {}
         self._waiting: deque[int] = deque()
@@ -249,8 +252,8 @@ class _Shards:
     def launch(self, index: int) -> None:
         bucket = self._states.buckets[index]
         self._states.settle(bucket)
-        out = bucket.own_gradients if self._is_first[index] else bucket.gradients[bucket.own]
         with self._mesh.ledger.phase("gradients"):
+            out = self._target(index)
             self._running[index] = scatter_start(out, bucket.gradients, self._states.way.scatter, self._mesh)
         self._states.start_step(bucket)
 
@@ -258,10 +261,19 @@ class _Shards:
     def _wait(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._running.pop(index).wait()
-            bucket = self._states.buckets[index]
-            if not self._is_first[index]:
-                bucket.own_gradients.add_(bucket.gradients[bucket.own])
+            self._add(index)
             self._is_first[index] = False
+
+    def _target(self, index: int) -> torch.Tensor:
+        """Where a reduction leaves this rank's shard."""
+        bucket = self._states.buckets[index]
+        return bucket.own_gradients if self._is_first[index] else bucket.gradients[bucket.own]
+
+    def _add(self, index: int) -> None:
+        """A reduction has ended: add its shard to the sum of the step."""
+        bucket = self._states.buckets[index]
+        if not self._is_first[index]:
+            bucket.own_gradients.add_(bucket.gradients[bucket.own])
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -278,6 +290,68 @@ class _Shards:
             works = [all_reduce_start(b.own_gradients, self._mesh[axis]) for b, axes in shards for axis in axes]
             for work in works:
                 work.wait()
+
+
+class _StoredShards(_Shards):
+    """Likewise, with the sums of a step on a tier (`parallel.offload`). They pass through memory where something is
+    added to them; then `Store.on_sum` sees them."""
+
+    def __init__(self, states: FlatStates, mesh: Mesh, pool: Pool, launch_through: Callable[[int], None]) -> None:
+        super().__init__(states, mesh, pool, launch_through)
+        assert states.store is not None
+        self._store = states.store
+        self._writing: dict[int, list[Handle]] = defaultdict(list)
+        """Buffer → sums that leave it."""
+
+    def _claim(self, index: int) -> None:
+        super()._claim(index)
+        self._end_writes(self._buffers[index])
+
+    def _end_writes(self, buffer: int) -> None:
+        for handle in self._writing.pop(buffer, ()):
+            handle.wait()
+
+    def _target(self, index: int) -> torch.Tensor:
+        bucket = self._states.buckets[index]
+        return bucket.gradients[bucket.own]
+
+    def _add(self, index: int) -> None:
+        sums = self._target(index)
+        if not self._is_first[index]:
+            sums.add_(self._read(index))
+        self._writing[self._buffers[index]].append(self._write_start(index, sums))
+
+    def _read(self, index: int) -> torch.Tensor:
+        """The sum so far, in the one buffer for it."""
+        sums = self._store.staging(self._target(index))
+        self._states.buckets[index].own_gradients.read_start(sums).wait()
+        return sums
+
+    def _write_start(self, index: int, sums: torch.Tensor) -> Handle:
+        self._store.settle()
+        bucket = self._states.buckets[index]
+        self._store.on_sum(bucket, sums)
+        return bucket.own_gradients.write_start(sums)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self._wait(list(self._running))
+        for buffer in list(self._writing):
+            self._end_writes(buffer)
+        replicas = tuple(level.axis for level in self._states.way.replicate)
+        for index, bucket in enumerate(self._states.buckets):
+            if self._is_first[index]:
+                self._write_start(index, self._store.staging(self._target(index)).zero_()).wait()
+            self._sum_over(index, (*replicas, *bucket.layout.sum_over))
+
+    def _sum_over(self, index: int, axes: Sequence[str]) -> None:
+        if not axes:
+            return
+        sums = self._read(index)
+        with self._mesh.ledger.phase("gradients"):
+            for axis in axes:
+                all_reduce(sums, self._mesh[axis])
+        self._write_start(index, sums).wait()
 
 
 def _move(leaf: torch.Tensor, sink: GradientSink) -> None:

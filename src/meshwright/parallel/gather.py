@@ -6,7 +6,8 @@ What it divides: the parameters, over the dp ranks (Rajbhandari et al. 2020 §5.
     backward    ... │ back through 2, gather 1 │ back through 1, gather 0 │ ...
 
 A block is gathered into the buffer of its pool (`core.flat.Pool`) when its forward, and again when its backward begins;
-`prefetch` blocks ahead are on their way by then. With `keep_gathered` each block has a buffer of its own, and stays
+`prefetch` blocks ahead are on their way by then; where shards lie on a tier, the last of these is being read and not
+gathered yet. With `keep_gathered` each block has a buffer of its own, and stays
 gathered until the step ends.
 What it needs: that every rank runs all blocks in order. What it costs: phase `gather` in `cost.traffic`, the pool in
 `cost.memory`.
@@ -25,6 +26,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import RankError
 from meshwright.core.flat import block_of
 from meshwright.core.strategy import Strategy
+from meshwright.parallel.offload.tier import Handle
 from meshwright.parallel.shards import Started, gather_start
 from meshwright.parallel.states import FlatBucket, FlatStates
 
@@ -53,6 +55,9 @@ class Gatherer:
         self._keeps, self._prefetch = strategy.keep_gathered, strategy.prefetch
         modules = {} if states.keeps_whole_parameters else _modules(model, states)
         self.blocks = _blocks(states, modules)
+        self._reading: dict[int, Sequence[Handle]] = {}
+        """Blocks whose shards come from a tier."""
+        self._reads = any(not isinstance(b.own_parameters, torch.Tensor) for b in states.buckets)
         self._running: dict[int, Started] = {}
         self._gathered: set[int] = set()
         self._passed: list[int] = []
@@ -112,25 +117,43 @@ class Gatherer:
         with self._mesh.ledger.phase("gather"):
             self._start(index)
             done = len(self._passed)
-            for ahead in self._order[done : done + self._prefetch]:
-                self._start_ahead(ahead)
+            ahead = self._order[done : done + self._prefetch]
+            for near in ahead[: self._prefetch - self._reads]:
+                self._start_ahead(near)
+            for far in ahead:
+                self._read_ahead(far)
             self._running.pop(index, _DONE).wait()
         self._gathered.add(index)
 
     def _start(self, index: int) -> None:
         if index in self._gathered or index in self._running:
             return
-        works = [
-            gather_start(b.parameters, b.own_parameters, self._levels, self._mesh) for b in self.blocks[index].buckets
-        ]
+        self._read(index)
+        for handle in self._reading.pop(index):
+            handle.wait()
+        works = [gather_start(b.parameters, b.shard, self._levels, self._mesh) for b in self.blocks[index].buckets]
         self._running[index] = _All(works)
-        self.most_gathered = max(self.most_gathered, len(self._gathered) + len(self._running))
+
+    def _read(self, index: int) -> None:
+        """Start to have this rank's shards there."""
+        if any(index in blocks for blocks in (self._gathered, self._running, self._reading)):
+            return
+        self._reading[index] = [bucket.read_start() for bucket in self.blocks[index].buckets]
+        self.most_gathered = max(self.most_gathered, len(self._gathered) + len(self._running) + len(self._reading))
 
     def _start_ahead(self, index: int) -> None:
         """Unless its memory is still in use."""
-        buffer = self.blocks[index].buffer
-        if all(self.blocks[i].buffer != buffer for i in (*self._gathered, *self._running) if i != index):
+        if self._is_free(index):
             self._start(index)
+
+    def _read_ahead(self, index: int) -> None:
+        """Likewise, of what comes from a tier."""
+        if self._reads and self._is_free(index):
+            self._read(index)
+
+    def _is_free(self, index: int) -> bool:
+        buffer, used = self.blocks[index].buffer, (*self._gathered, *self._running, *self._reading)
+        return all(self.blocks[i].buffer != buffer for i in used if i != index)
 
     def _check_order(self, index: int | None) -> None:
         """`index` must be the next block of this pass; None: there must be none."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.core.axes import DP
+from meshwright.core.axes import DP, rank_of
 from meshwright.core.errors import InputError
 from meshwright.core.flat import Bucket, Pool, Slot, gradient_pool, held_buckets, parameter_pool
 from meshwright.core.model import ModelSpec
@@ -30,6 +30,9 @@ from meshwright.core.placement import Placement, placements
 from meshwright.core.precision import Recipe
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
+from meshwright.parallel.offload.store import Flat, Store, copy, read
+from meshwright.parallel.offload.stream import StoredRun, StoredState
+from meshwright.parallel.offload.tier import Done, Handle
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,10 +113,28 @@ class FlatBucket:
     """[numel]; of a sharded bucket valid only while its block is gathered."""
     gradients: torch.Tensor
     """[numel]; of a sharded bucket valid only while its block's backward runs."""
-    own_parameters: torch.Tensor
-    """[own]; what stays on this rank: a part of `parameters`, or a shard by itself."""
-    own_gradients: torch.Tensor
-    """[own]; the sums over all ranks once they were reduced."""
+    own_parameters: Flat
+    """[own]; what stays on this rank: a part of `parameters`, or a shard by itself, in memory or on a tier."""
+    own_gradients: Flat
+    """[own]; the sums over all ranks once they were reduced, in memory or on a tier."""
+    state: StoredState | None = None
+    """What of `own` lies on tiers."""
+
+    def stored(self, kind: str) -> StoredRun | None:
+        """[own] of a kind that lies on a tier; None where it doesn't."""
+        return self.state.run(kind) if self.state is not None and kind in self.state.dtypes else None
+
+    def read_start(self) -> Handle:
+        """Start to have this rank's part of the parameters where `shard` is, and gathering takes it from."""
+        if isinstance(self.own_parameters, torch.Tensor):
+            return Done()
+        return self.own_parameters.read_start(self.shard)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """[own] in memory: `own_parameters`, or, where they lie on a tier, their place within `parameters`."""
+        own = self.own_parameters
+        return own if isinstance(own, torch.Tensor) else self.parameters[self.own]
 
     def view(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
         """A slot of `buffer` [numel] in its parameter's local shape."""
@@ -140,6 +161,8 @@ class FlatStates:
         way: how buckets are divided over the dp ranks.
         parameter_pool: where blocks are gathered; None where parameters are kept whole.
         gradient_pool: where gradients of sharded buckets are summed up; None where they are kept whole.
+        store: what is offloaded; None where nothing is.
+        is_delayed: whether parameters are updated one step late.
     """
 
     def __init__(
@@ -150,6 +173,7 @@ class FlatStates:
         at: dict[str, int],
         device: torch.device,
         frozen: frozenset[str] = frozenset(),
+        optimizer: str = "adamw",
     ) -> None:
         self.recipe: Recipe = strategy.recipe
         self.frozen = frozen
@@ -158,6 +182,9 @@ class FlatStates:
         layouts = held_buckets(self.placements, strategy)
         self.parameter_pool = parameter_pool(layouts, strategy)
         self.gradient_pool = gradient_pool(layouts, strategy)
+        store = Store(strategy, optimizer, rank_of(at, strategy.sizes), device, DTYPES)
+        self.store = store if store.stored else None
+        self.is_delayed = strategy.offload.delayed
         self._working: list[torch.Tensor] = []
         whole_parameters = self._memory(layouts, self.parameter_pool, DTYPES[self.recipe.parameter], device)
         whole_gradients = self._memory(layouts, self.gradient_pool, DTYPES[self.recipe.gradient], device)
@@ -165,6 +192,8 @@ class FlatStates:
             self._bucket(layout, at[DP], parameters, gradients)
             for layout, parameters, gradients in zip(layouts, whole_parameters, whole_gradients, strict=True)
         ]
+        if self.store is not None:
+            self.store.make_buffers()
         self.parameters: dict[str, nn.Parameter] = {}
         self.sinks: dict[str, GradientSink] = {}
         self.owners = _owners(model, spec)
@@ -199,14 +228,16 @@ class FlatStates:
     def _bucket(self, layout: Bucket, dp_index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
         own = slice(*self.way.own(layout.numel, dp_index))
         counted = slice(*self.way.counted(layout.numel, dp_index))
+        state = None if self.store is None else self.store.add(layout, own.start, own.stop, self.frozen)
         return FlatBucket(
             layout,
             own,
             counted,
             parameters,
             gradients,
-            parameters[own] if self.parameter_pool is None else torch.zeros_like(parameters[own]),
-            gradients[own] if self.gradient_pool is None else torch.zeros_like(gradients[own]),
+            _kept(parameters[own], self.parameter_pool, state, "parameters"),
+            _kept(gradients[own], self.gradient_pool, state, "gradients"),
+            state,
         )
 
     @property
@@ -227,7 +258,7 @@ class FlatStates:
                 bucket.view(bucket.parameters, slot).copy_(values)
             else:
                 of_slot, of_own = bucket.overlap(slot, bucket.own)
-                bucket.own_parameters[of_own].copy_(values.reshape(-1)[of_slot])
+                copy(bucket.own_parameters[of_own], values.reshape(-1)[of_slot])
 
     def gradients(self) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
         """Each placement with what this rank holds of its summed gradient: (placement, [k] values, the k elements of
@@ -235,15 +266,16 @@ class FlatStates:
         return self._held(lambda bucket: bucket.own_gradients)
 
     def weights(self) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
-        """Likewise its values: all of them where parameters are kept whole, else this rank's shard of them."""
+        """Likewise its values: all of them where parameters are kept whole, else this rank's shard of them. What lies
+        on a tier is a copy."""
         if self.keeps_whole_parameters:
             return ((s.placement, b.parameters[s.start : s.stop], slice(0, s.stop - s.start)) for b, s in self.slots())
         return self._held(lambda bucket: bucket.own_parameters)
 
-    def _held(self, memory: Callable[[FlatBucket], torch.Tensor]) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
+    def _held(self, memory: Callable[[FlatBucket], Flat]) -> Iterator[tuple[Placement, torch.Tensor, slice]]:
         for bucket, slot in self.slots():
             of_slot, of_own = bucket.overlap(slot, bucket.own)
-            yield slot.placement, memory(bucket)[of_own], of_slot
+            yield slot.placement, read(memory(bucket)[of_own]), of_slot
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
@@ -280,12 +312,26 @@ class FlatStates:
 
     @property
     def working_bytes(self) -> int:
-        """Of the pools."""
-        return sum(map(_bytes, self._working))
+        """Of the pools, and of what an offloaded update works in."""
+        return sum(map(_bytes, self._working)) + (self.store.working_bytes if self.store else 0)
+
+    def tier_bytes(self, tier: str) -> int:
+        """Kept on a tier, `cpu` or `disk`."""
+        return self.store.held_bytes(tier) if self.store else 0
 
 
-def _bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
+def _bytes(x: Flat) -> int:
+    """In memory."""
+    return x.nbytes if isinstance(x, torch.Tensor) else 0
+
+
+def _kept(part: torch.Tensor, pool: Pool | None, state: StoredState | None, kind: str) -> Flat:
+    """What stays of a bucket between its uses: `part` of the whole where there is no pool, else a shard by itself."""
+    if pool is None:
+        return part
+    if state is not None and any(each.kind == kind and not each.is_copy for each in state.stored):
+        return state.run(kind)
+    return torch.zeros_like(part)
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,8 @@ class TileGatherer:
 
     def _start(self, tile: Tile) -> Started:
         with self._mesh.ledger.phase("gather"):
-            return gather_start(tile.bucket.parameters, tile.bucket.own_parameters, self._levels, self._mesh)
+            tile.bucket.read_start().wait()
+            return gather_start(tile.bucket.parameters, tile.bucket.shard, self._levels, self._mesh)
 
 
 class _TiledLinear(torch.autograd.Function):

@@ -19,6 +19,7 @@ from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.model import ModelSpec
+from meshwright.core.offload import TierTraffic
 from meshwright.core.placement import kv_replicas
 from meshwright.core.plan import Plan
 from meshwright.models import init
@@ -52,12 +53,17 @@ class Engine:
         _check_model(model, plan.model)
         self.plan = plan
         self.mesh = mesh
-        self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh)
+        self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh, options.kind)
         self.optimizer = FlatOptimizer(self.parallel.states, mesh, options)
         self.last_traffic = Traffic()
         """What this rank sent in the last step."""
         self.last_waits_s: dict[str, float] = {}
         """Phase → seconds of the last step that this rank stood still for communication."""
+
+    @property
+    def last_tier_traffic(self) -> dict[str, TierTraffic]:
+        """Tier → what this rank read from it and wrote to it in the last step, where anything is offloaded."""
+        return self.optimizer.tier_traffic
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, the same whatever the layout."""
@@ -133,6 +139,18 @@ class Engine:
         check_planned(micro_batches, self.plan)
         return self.update(self.forward_backward(micro_batches), learning_rate)
 
+    def finish(self) -> None:
+        """After the last step: take over an update that is still to be. Only where updates are delayed there is any."""
+        self.optimizer.finish()
+        if self.plan.strategy.offload.delayed:
+            self.parallel.gather_parameters()
+
+    def close(self) -> None:
+        """Give up what is offloaded, and with it the engine; a process that ends needs not call it."""
+        self.optimizer.close()
+        if (kept := self.parallel.states.store) is not None:
+            kept.close()
+
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean loss per counted token over all rounds, without gradients; every rank returns it.
 
@@ -144,6 +162,7 @@ class Engine:
             raise InputError("evaluate was given no micro-batches; give at least one round")
         self.mesh.ledger.take()
         self.mesh.ledger.take_waits()
+        self.optimizer.forget_traffic()
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,6 +180,8 @@ class Engine:
             activations_bytes=activations_bytes,
             buffers_bytes=sum(t.numel() * t.element_size() for t in self.parallel.constants()),
             working_bytes=states.working_bytes,
+            host_bytes=states.tier_bytes("cpu"),
+            disk_bytes=states.tier_bytes("disk"),
         )
 
     def save(
@@ -177,27 +198,55 @@ class Engine:
         content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
         if scale.is_dynamic:
             content["loss_scale"] = scale.state()
-        store.save(folder, step, self._pieces(whole=False), content, keep=keep)
+        is_ahead = False
+        if (delayed := self.optimizer.delayed) is not None:
+            delayed.settle()
+            is_ahead = delayed.is_pending
+            content["delayed"] = {"num_steps": delayed.num_steps, "is_pending": is_ahead}
+        store.save(folder, step, self._pieces(whole=False, with_master=is_ahead), content, keep=keep)
 
     def load(self, folder: Path | str, step: int | None = None) -> dict[str, Any]:
-        """Read the newest (or the given) checkpoint, saved under any layout. Returns its extra values."""
-        extra = store.load(folder, self._pieces(whole=True), step)
+        """Read the newest (or the given) checkpoint, saved under any layout. Returns its extra values.
+
+        One that was saved between a delayed update and its adoption goes on in the same way, if this engine delays
+        too; else the update is adopted now.
+        """
+        is_ahead = store.peek(folder, step).get("delayed", {}).get("is_pending", False)
+        if (delayed := self.optimizer.delayed) is not None:
+            delayed.settle()
+        adopts = is_ahead and delayed is None
+        extra = store.load(folder, self._pieces(whole=True, with_master=is_ahead, adopts=adopts), step)
+        if delayed is not None:
+            if not is_ahead and self.plan.strategy.recipe.master is None:
+                self.optimizer.sync_master()
+            delayed.restore(extra.get("delayed", {}).get("num_steps", extra["optimizer_step"]), is_ahead)
+        elif is_ahead:
+            self.optimizer.adopt()
+            self.parallel.gather_parameters()
         self.optimizer.step_count.fill_(extra["optimizer_step"])
         if self.optimizer.loss_scale.is_dynamic and "loss_scale" in extra:
             self.optimizer.loss_scale.restore(extra["loss_scale"])
         self.parallel.zero_gradients()
         return extra
 
-    def _pieces(self, *, whole: bool) -> list[Piece]:
-        """This rank's boxes. Not `whole`: each logical element on exactly one rank, for saving; `whole`: all that it
-        keeps, for loading."""
+    def _pieces(self, *, whole: bool, with_master: bool = False, adopts: bool = False) -> list[Piece]:
+        """This rank's boxes.
+
+        Args:
+            whole: all that it keeps, for loading; else each logical element on exactly one rank, for saving.
+            with_master: also the copies that only a delayed update has, where the recipe has none.
+            adopts: without masters of its own it loads those of a delayed update as its parameters.
+        """
         pieces: list[Piece] = []
+        has_masters = self.plan.strategy.recipe.master is not None
+        parameters = "master" if adopts and not has_masters else "parameters"
         for shard in self.optimizer.shards:
             bucket = shard.bucket
-            held = [("parameters", bucket.own_parameters), *shard.states()]
+            states = [state for state in shard.states() if state[0] != "master" or has_masters or with_master]
+            held = [(parameters, bucket.own_parameters), *states]
             run = bucket.own if whole else bucket.counted
             if whole and self.parallel.states.keeps_whole_parameters:
-                pieces += bucket_pieces("parameters", bucket.layout, 0, bucket.parameters, owned=False)
+                pieces += bucket_pieces(parameters, bucket.layout, 0, bucket.parameters, owned=False)
                 held = held[1:]
             for kind, memory in held:
                 part = memory[run.start - bucket.own.start : run.stop - bucket.own.start]

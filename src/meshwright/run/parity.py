@@ -183,6 +183,7 @@ def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0) -> Mismatch | None:
         engine.initialize(seed)
         expected = reference_steps(plan, options, mesh, seed)
         found += _compare_run(engine, expected, seed)  # to the end: no rank leaves others waiting
+        engine.close()
     return found[0] if found else None
 
 

@@ -21,6 +21,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint
+from meshwright.parallel.offload.folder import check_folder
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
 from meshwright.train.data import check_enough_tokens, check_same_samples
@@ -34,10 +35,13 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
     Raises:
         UnsupportedError: the plan can be made, but not be run.
         InputError: options that contradict each other, a text that is too short, a tokenizer that is too large;
-            a folder that holds another run, or, with `resume`, none.
+            nowhere to offload to; a folder that holds another run, or, with `resume`, none.
         CheckpointError: nothing to start from in `options.pretrained`.
     """
     check_runnable(plan)
+    offload = plan.strategy.offload
+    if "disk" in offload.tiers:
+        check_folder(Path(offload.path or ""))
     options.learning_rate_at(0)
     if resume:
         _check_same_run(plan, options, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from meshwright.core.axes import DP, MESH_ORDER, PP
 from meshwright.core.cluster import ClusterSpec
@@ -20,6 +21,8 @@ ODD_VOCABULARY = 61
 """A prime: no tp degree divides it."""
 BUCKET_BYTES = 4096
 """Small, so that there are several buckets."""
+GROUP_NUMEL = 128
+"""Likewise of groups of what is offloaded."""
 
 
 def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
@@ -50,8 +53,15 @@ def _strategy(planned: Strategy) -> Strategy:
         "layers_per_stage": None,
         "bucket_bytes": BUCKET_BYTES,
         "tile": min(planned.tile, HEAD_DIM),
+        "offload": planned.offload.model_copy(update={"group_numel": GROUP_NUMEL}),
     }
     return planned.model_copy(update=change)
+
+
+def offloaded_to(plan: Plan, folder: Path | str) -> Plan:
+    """The same plan, with its disk tier in `folder`."""
+    offload = plan.strategy.offload.model_copy(update={"path": str(folder)})
+    return plan.model_copy(update={"strategy": plan.strategy.model_copy(update={"offload": offload})})
 
 
 def _cluster(planned: Strategy, strategy: Strategy) -> ClusterSpec:

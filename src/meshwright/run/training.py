@@ -113,6 +113,8 @@ class Training:
         began_s = time.perf_counter()
         run = self._measured_step if is_measured and options.activation_census else self.engine.step
         stats = run(micro_batches, rate)
+        if step + 1 == options.steps:
+            self.engine.finish()
         loss, norm = float(stats.loss), float(stats.grad_norm)
         overflow = self._overflow(step, stats)
         took_s = time.perf_counter() - began_s

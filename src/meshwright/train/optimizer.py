@@ -3,6 +3,9 @@
 The optimizer never sees a parameter, only runs of elements of a bucket (`core.flat.Segment`): those
 of this rank's dp shard under ZeRO-1, the whole bucket otherwise. Gradients are already summed over
 all ranks; the norm counts each logical element once (Narayanan et al. 2021).
+
+What is offloaded (`parallel.offload`) comes back group by group for its update, which is the same to the bit; a delayed
+update runs beside the next step.
 """
 
 from __future__ import annotations
@@ -18,6 +21,12 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import WORLD
 from meshwright.core.flat import Segment
+from meshwright.core.offload import NUM_SYNCHRONOUS_STEPS, TierTraffic
+from meshwright.core.precision import NUM_MOMENTS
+from meshwright.core.sharding import Range
+from meshwright.parallel.offload.delayed import DelayedUpdate
+from meshwright.parallel.offload.store import Flat, Store, copy, read
+from meshwright.parallel.offload.stream import StoredState, Tensors
 from meshwright.parallel.states import DTYPES, FlatBucket, FlatStates
 from meshwright.train.loss_scale import LossScale, LossScaleOptions
 from meshwright.train.rounding import random_bits, round_to_bf16
@@ -42,6 +51,8 @@ class OptimizerOptions:
     """Of fp16 training."""
     seed: int = 0
     """Of stochastic rounding."""
+    synchronous_steps: int = NUM_SYNCHRONOUS_STEPS
+    """Steps at first whose update is not delayed, where the others are."""
 
 
 @dataclass(slots=True)
@@ -51,9 +62,9 @@ class Shard:
     bucket: FlatBucket
     start: int
     stop: int
-    master: torch.Tensor
+    master: Flat
     """The values that are updated: a view of the parameters, or their fp32 copy."""
-    moments: tuple[torch.Tensor, ...]
+    moments: tuple[Flat, ...]
     segments: tuple[Segment, ...]
     """Relative to the bucket."""
     norm_segments: tuple[Segment, ...]
@@ -62,8 +73,8 @@ class Shard:
     """Its replicas of what another rank counts, where this rank has computed their gradient by itself."""
     has_master: bool
 
-    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(kind, memory) of what is kept besides the parameters, by the names of a checkpoint."""
+    def states(self) -> Iterator[tuple[str, Flat]]:
+        """(kind, where it is) of what is kept besides the parameters, by the names of a checkpoint."""
         if self.has_master:
             yield "master", self.master
         yield from zip(("moment1", "moment2"), self.moments, strict=False)
@@ -78,33 +89,58 @@ class FlatOptimizer:
         self._mesh = mesh
         self.step_count = torch.zeros((), dtype=torch.float32, device=mesh.device)
         self.loss_scale = LossScale(options.loss_scale, mesh.device, is_dynamic=states.recipe.scales_loss)
-        num_moments = 2 if options.kind == "adamw" else 0
-        self.shards = [self._shard(bucket, num_moments) for bucket in states.buckets]
+        self.shards = [self._shard(bucket, NUM_MOMENTS[options.kind]) for bucket in states.buckets]
+        self._shard_of = {shard.bucket: shard for shard in self.shards}
+        self._squares: dict[FlatBucket, list[torch.Tensor]] = {}
+        """Of gradients that lie on a tier: what each segment adds to the norm, found when they were last in memory."""
+        self.delayed: DelayedUpdate[_Scaling] | None = None
+        """Where updates run one step late."""
+        self.tier_traffic: dict[str, TierTraffic] = {}
+        """Tier → what passed in the last step; of a delayed update, that which ran beside it."""
+        if states.store is not None:
+            self._bind(states.store)
+
+    def _bind(self, store: Store) -> None:
+        if self._states.is_delayed:
+            self.delayed = DelayedUpdate(self._stream, self.adopt, self.options.synchronous_steps)
+            store.settle = self.delayed.settle
+
+        def on_sum(bucket: FlatBucket, sums: torch.Tensor) -> None:
+            self._squares[bucket] = self._squares_of(self._shard_of[bucket], sums)
+
+        store.on_sum = on_sum
+        self.sync_master()
 
     def _shard(self, bucket: FlatBucket, num_moments: int) -> Shard:
         recipe = self._states.recipe
-        start, stop, values = bucket.own.start, bucket.own.stop, bucket.own_parameters
-        master = values.to(DTYPES[recipe.master], copy=True) if recipe.master else values
+        start, stop, device = bucket.own.start, bucket.own.stop, self._mesh.device
+        master: Flat | None = bucket.stored("master")
+        has_master = master is not None or recipe.master is not None
+        if master is None:
+            values = bucket.own_parameters
+            master = read(values).to(device, DTYPES[recipe.master], copy=True) if recipe.master else values
         moments = tuple(
-            torch.zeros(stop - start, dtype=DTYPES[recipe.moment], device=values.device) for _ in range(num_moments)
+            bucket.stored(f"moment{i + 1}") or torch.zeros(stop - start, dtype=DTYPES[recipe.moment], device=device)
+            for i in range(num_moments)
         )
         looked_at = bucket.layout.segments(bucket.counted.start, bucket.counted.stop)
         counted = tuple(s for s in looked_at if s.owned)
         replicas = () if bucket.layout.sum_over else tuple(s for s in looked_at if not s.owned)
         segments = bucket.layout.segments(start, stop, self._states.frozen)
-        return Shard(bucket, start, stop, master, moments, segments, counted, replicas, recipe.master is not None)
+        return Shard(bucket, start, stop, master, moments, segments, counted, replicas, has_master)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of master copies and moments on this rank."""
-        return sum(memory.numel() * memory.element_size() for s in self.shards for _, memory in s.states())
+        """Bytes of master copies and moments in this rank's memory."""
+        held = (memory for shard in self.shards for _, memory in shard.states())
+        return sum(memory.nbytes for memory in held if isinstance(memory, torch.Tensor))
 
     @torch.no_grad()
     def sync_master(self) -> None:
         """Take the parameters' values over into the master copies (after initialisation or loading)."""
         for shard in self.shards:
             if shard.has_master:
-                shard.master.copy_(shard.bucket.own_parameters)
+                copy(shard.master, shard.bucket.own_parameters)
 
     @torch.no_grad()
     def norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,53 +152,135 @@ class FlatOptimizer:
         """
         squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         for shard in self.shards:
-            for segments, times in ((shard.norm_segments, 1.0), (shard.replica_segments, 0.0)):
-                for s in segments:
-                    piece = shard.bucket.own_gradients[s.start - shard.start : s.stop - shard.start]
-                    squares[0] += times * _sum_of_squares(piece)  # 0 · inf and 0 · nan are nan
+            bucket = shard.bucket
+            found = self._squares[bucket] if bucket in self._squares else self._squares_of(shard, bucket.own_gradients)
+            for square in found:
+                squares[0] += square
+        self._squares.clear()
         squares[1] = loss
         with self._mesh.ledger.phase("norm"):
             all_reduce(squares, self._mesh[WORLD])
         return squares[0].sqrt() / self.loss_scale.scale, squares[1]
+
+    def _squares_of(self, shard: Shard, gradients: Flat) -> list[torch.Tensor]:
+        """What each segment adds to the squared norm, of gradients [own]."""
+        return [
+            times * _sum_of_squares(read(gradients[s.start - shard.start : s.stop - shard.start]))
+            for segments, times in ((shard.norm_segments, 1.0), (shard.replica_segments, 0.0))
+            for s in segments
+        ]  # 0 · inf and 0 · nan are nan
 
     @torch.no_grad()
     def update(self, learning_rate: float, norm: torch.Tensor) -> torch.Tensor:
         """One step with gradients clipped to `clip_norm`; writes the shard's parameters.
 
         With a norm that is not finite nothing changes, on any rank: no parameter, no state, no count of steps.
+        Delayed, the update of the step before is taken over, and this one's begins.
 
         Returns whether the step was skipped (bool scalar on the device).
         """
         skipped = ~norm.isfinite()
-        scaling = _Scaling(learning_rate, self._divisor(norm), skipped)
         self.step_count += (~skipped).to(self.step_count.dtype)
-        for shard in self.shards:
-            self._update_shard(shard, scaling)
+        scaling = _Scaling(learning_rate, self._divisor(norm), skipped, self.step_count.clone())
+        store = self._states.store
+        if self.delayed is not None:
+            self.delayed.step(lambda: self._hand_over(scaling))
+        elif store is not None:
+            self._stream(scaling)
+            self.tier_traffic = store.take()
+        else:
+            for shard in self.shards:
+                self._update_part(shard, shard.bucket.own_gradients, shard.bucket.own_parameters, scaling)
         self.loss_scale.update(skipped)
         return skipped
 
-    def _update_shard(self, shard: Shard, scaling: _Scaling) -> None:
-        update = self._adamw if self.options.kind == "adamw" else self._sgd
-        own = shard.bucket.own_parameters
-        if self._states.recipe.rounding == "stochastic":
-            wide = replace(shard, master=own.float())
-            update(wide, shard.bucket.own_gradients.float(), scaling)
-            self._round(shard.bucket, wide.master)
-            return
-        update(shard, shard.bucket.own_gradients.to(shard.master.dtype), scaling)
-        if shard.has_master:
-            own.copy_(shard.master)
+    def finish(self) -> None:
+        """Of delayed updates: take over the one that is still to be."""
+        if self.delayed is not None:
+            self.delayed.finish()
 
-    def _round(self, bucket: FlatBucket, values: torch.Tensor) -> None:
-        """Write updated values [own] to parameters of fewer bits. What did not change is representable, and stays."""
-        for slot in bucket.layout.slots:
-            of_slot, of_own = bucket.overlap(slot, bucket.own)
+    def _hand_over(self, scaling: _Scaling) -> _Scaling:
+        """What a delayed update needs, which runs when the next step has its own gradients."""
+        assert self._states.store is not None
+        for shard in self.shards:
+            if isinstance(shard.bucket.own_gradients, torch.Tensor):
+                copy(shard.bucket.stored("gradients"), shard.bucket.own_gradients)
+        self.tier_traffic = self._states.store.take()
+        return scaling
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Parameters ← masters, where there are any: after a delayed update."""
+        for shard in self.shards:
+            if shard.has_master:
+                copy(shard.bucket.own_parameters, shard.master)
+
+    def forget_traffic(self) -> None:
+        """Parameters that were read for no step count for none."""
+        if self._states.store is not None:
+            self._states.store.forget_reads("parameters")
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        if self.delayed is not None:
+            self.delayed.close()
+
+    def _stream(self, scaling: _Scaling) -> None:
+        """Update all shards group by group."""
+        assert self._states.store is not None
+        shard_of = {shard.bucket.state: shard for shard in self.shards}
+
+        def update(state: StoredState, group: Range, run: Tensors) -> None:
+            shard = shard_of[state]
+            part, gradients, parameters = self._part(shard, group, run)
+            self._update_part(part, gradients, parameters, scaling)
+
+        self._states.store.stream(update)
+
+    def _part(self, shard: Shard, group: Range, run: Tensors) -> tuple[Shard, torch.Tensor, torch.Tensor]:
+        """(shard of one group, its gradients, its parameters): from `run` what came from a tier, else from memory.
+        A delayed update leaves the parameters alone: they are the masters then."""
+        start, stop = group
+        here, bucket = slice(start - shard.start, stop - shard.start), shard.bucket
+
+        def at(kind: str, kept: Flat) -> torch.Tensor:
+            return run[kind] if kind in run else kept[here]
+
+        parameters = run["master"] if self.delayed is not None else at("parameters", bucket.own_parameters)
+        part = Shard(
+            bucket,
+            start,
+            stop,
+            at("master", shard.master) if shard.has_master else parameters,
+            tuple(at(f"moment{i + 1}", moment) for i, moment in enumerate(shard.moments)),
+            bucket.layout.segments(start, stop, self._states.frozen),
+            (),
+            (),
+            shard.has_master,
+        )
+        return part, at("gradients", bucket.own_gradients), parameters
+
+    def _update_part(self, shard: Shard, gradients: torch.Tensor, parameters: torch.Tensor, scaling: _Scaling) -> None:
+        update = self._adamw if self.options.kind == "adamw" else self._sgd
+        if self._states.recipe.rounding == "stochastic":
+            wide = replace(shard, master=shard.master.float())
+            update(wide, gradients.float(), scaling)
+            self._round(shard, wide.master, scaling)
+            return
+        update(shard, gradients.to(shard.master.dtype), scaling)
+        if parameters is not shard.master:
+            parameters.copy_(shard.master)
+
+    def _round(self, shard: Shard, values: torch.Tensor, scaling: _Scaling) -> None:
+        """Write updated values to masters of fewer bits. What did not change is representable, and stays."""
+        for slot in shard.bucket.layout.slots:
+            of_slot, of_shard = shard.bucket.overlap(slot, slice(shard.start, shard.stop))
             for start in range(of_slot.start, of_slot.stop, _ROUNDED_AT_A_TIME):
                 run = slice(start, min(start + _ROUNDED_AT_A_TIME, of_slot.stop))
-                bits = random_bits(slot.placement, run, self.step_count, self.options.seed)
-                low = of_own.start + start - of_slot.start
+                bits = random_bits(slot.placement, run, scaling.step, self.options.seed)
+                low = of_shard.start + start - of_slot.start
                 part = slice(low, low + run.stop - run.start)
-                bucket.own_parameters[part] = round_to_bf16(values[part], bits)
+                shard.master[part] = round_to_bf16(values[part], bits)
 
     def _divisor(self, norm: torch.Tensor) -> torch.Tensor:
         """What gradients are divided by: loss scale · max(1, (norm + 1e-6) / clip_norm). Stays on the device."""
@@ -183,7 +301,7 @@ class FlatOptimizer:
                 [gradients[run] for run in runs],
                 *([moment[run] for run in runs] for moment in shard.moments),
                 [],
-                [self.step_count - 1 for _ in runs],
+                [scaling.step - 1 for _ in runs],
                 fused=True,
                 grad_scale=grad_scale,
                 found_inf=scaling.skipped.float(),
@@ -197,8 +315,10 @@ class FlatOptimizer:
             )
 
     def _sgd(self, shard: Shard, gradients: torch.Tensor, scaling: _Scaling) -> None:
-        change = gradients / scaling.divisor.to(gradients.dtype)
-        shard.master.sub_(change.masked_fill_(scaling.skipped, 0.0), alpha=scaling.learning_rate)
+        change = (gradients / scaling.divisor.to(gradients.dtype)).masked_fill_(scaling.skipped, 0.0)
+        for s in shard.segments:
+            run = slice(s.start - shard.start, s.stop - shard.start)
+            shard.master[run].sub_(change[run], alpha=scaling.learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +330,8 @@ class _Scaling:
     """Of gradients; float64 scalar."""
     skipped: torch.Tensor
     """Whether nothing may change; bool scalar."""
+    step: torch.Tensor
+    """Number of this update, from 1; float32 scalar."""
 
 
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:

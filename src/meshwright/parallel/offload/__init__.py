@@ -9,7 +9,7 @@ What it costs: `cost.offload`: bytes on a tier, bytes that pass per step, the wo
     │ 3 buffers   │◀───▶│ master, moments    group 0   │     `stream`   update group by group
     │ of a group  │     │                    group 1   │     `delayed`  in the background, one step late
     └─────────────┘     │                    ...       │     `folder`   whose files these are
-                        └──────────────────────────────┘
+                        └──────────────────────────────┘     `store`    all that a rank keeps
 
 Sources: Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity).
 """

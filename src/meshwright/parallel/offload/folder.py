@@ -36,7 +36,7 @@ class RankFolder:
         self.path = path / f"rank-{rank:05d}{SUFFIX}"
         self._pid = os.getpid()
         self._lock: int | None = None
-        _check(path)
+        check_folder(path)
         try:
             self._lock = _acquire(self.path, patience_s)
             os.ftruncate(self._lock, 0)
@@ -69,7 +69,8 @@ def sweep(path: Path) -> None:
                 os.close(lock)
 
 
-def _check(path: Path) -> None:
+def check_folder(path: Path) -> None:
+    """Raises InputError where there is no folder to offload to."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "no such folder"
         raise InputError(f"{path}: {what}; offloading to disk makes none, lest a typo fill another disk: create it")

@@ -91,6 +91,10 @@ class StoredState:
             ]
         )
 
+    def reaches(self, kind: str, device: torch.device) -> bool:
+        """Whether a kind's tier reads and writes a device's memory."""
+        return self._tiers[kind].working_device == device
+
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(group, low, high) of what of [start, stop) lies in each group."""
         if not self.start <= start <= stop <= self.stop:
@@ -127,6 +131,13 @@ class StoredRun:
             raise ValueError(f"a run on a tier has no step {step}")
         return StoredRun(self.state, self.kind, self.start + low, self.start + max(low, high))
 
+    def parts(self) -> Iterator[slice]:
+        """What of it lies in each group, in order."""
+        for start, stop in self.state.groups:
+            low, high = max(start, self.start), min(stop, self.stop)
+            if low < high:
+                yield slice(low - self.start, high - self.start)
+
     def read(self) -> torch.Tensor:
         """A copy in memory of the host."""
         out = torch.empty(self.numel(), dtype=self.dtype)
@@ -134,8 +145,23 @@ class StoredRun:
         return out
 
     def write(self, x: torch.Tensor) -> None:
-        """Take over x [n]."""
-        self.state.write_start(self.kind, self.start, x.to(self.dtype).contiguous()).wait()
+        """Take over x [n], of any device and dtype."""
+        self.write_start(x.to(self.dtype)).wait()
+
+    def read_start(self, out: torch.Tensor) -> Handle:
+        """Start to fill out [n], on any device. What a tier cannot reach goes by way of the host."""
+        if self._reaches(out):
+            return self.state.read_start(self.kind, self.start, out)
+        staged = torch.empty(self.numel(), dtype=self.dtype)
+        return _Then(self.state.read_start(self.kind, self.start, staged), lambda: out.copy_(staged))
+
+    def write_start(self, x: torch.Tensor) -> Handle:
+        """Start to take over x [n] of this dtype, on any device, which must not be changed until then."""
+        near = x.contiguous() if self._reaches(x) else x.cpu()
+        return self.state.write_start(self.kind, self.start, near)
+
+    def _reaches(self, x: torch.Tensor) -> bool:
+        return x.is_cpu or self.state.reaches(self.kind, x.device)
 
 
 class WorkingSet:
@@ -254,6 +280,17 @@ class _Passage:
                 continue
         if self._run:
             self.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Then:
+    handle: Handle
+    follow: Callable[[], object]
+
+    def wait(self) -> None:
+        """For the transfer, and do what follows it."""
+        self.handle.wait()
+        self.follow()
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,12 @@ class Tier(ABC):
             taken, self._traffic = self._traffic, TierTraffic()
         return taken
 
+    @final
+    def forget_reads(self, kind: str) -> None:
+        """What was read of a kind since the last call of :meth:`take` does not count."""
+        with self._lock:
+            self._traffic.forget_reads(kind)
+
     def _part(self, key: str, start: int, x: torch.Tensor) -> Region:
         region = self._regions[key]
         if x.dim() != 1 or not x.is_contiguous() or x.dtype != region.dtype:
@@ -185,13 +191,14 @@ class HostTier(Tier):
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         (target if target.is_cuda else source).record_stream(stream)
-        return _OnStream(stream.record_event())
+        return _OnStream(stream.record_event(), self._device)
 
 
 @dataclass(frozen=True, slots=True)
 class _OnStream:
     event: torch.cuda.Event
+    device: torch.device
 
     def wait(self) -> None:
         """The device waits, not the host: what is launched from now on comes after the copy."""
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
