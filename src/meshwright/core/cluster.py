@@ -12,6 +12,10 @@ MAX_DEVICES = 1_000_000
 """Of a cluster: all ways to split it are enumerated."""
 
 
+Tier = Literal["none", "cpu", "disk"]
+"""Where something offloaded lies: nowhere, in the memory of the host, on a disk."""
+
+
 class Device(Value):
     """One accelerator, or one CPU rank. Peak figures are dense, per device."""
 
@@ -50,6 +54,16 @@ class ClusterSpec(Value):
     """Share of a device's memory that a rank may fill; the rest is the backend's."""
     compute_efficiency: float = Field(default=0.5, gt=0, le=1)
     """Share of peak FLOP/s that matrix products reach."""
+    host_memory_bytes: int | None = Field(default=None, gt=0)
+    """Of a node, that its ranks may offload to together; None: not stated. CPU ranks then share their own memory."""
+    host_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
+    """What one device reads from it or writes to it; None: not stated. For CPU ranks then that of their memory."""
+    disk_bytes: int | None = Field(default=None, gt=0)
+    """Of a node's disk, likewise."""
+    disk_read_bytes_per_s: float | None = Field(default=None, gt=0)
+    """All ranks of a node together; None: not stated."""
+    disk_write_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Likewise."""
 
     @model_validator(mode="after")
     def _countable(self) -> ClusterSpec:
@@ -63,6 +77,20 @@ class ClusterSpec(Value):
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def host_is_device(self) -> bool:
+        """Whether what a rank offloads to the host takes its own memory: of CPU ranks, unless more is stated."""
+        return self.backend == "gloo" and self.host_memory_bytes is None
+
+    def tier_bytes_per_s(self, tier: Tier) -> tuple[float, float] | None:
+        """What one rank (reads, writes) where all of a node do so at once; None where it is not stated."""
+        if tier == "cpu":
+            own = self.device.memory_bandwidth_bytes_per_s if self.backend == "gloo" else None
+            speed = self.host_bandwidth_bytes_per_s or own
+            return None if speed is None else (speed, speed)
+        read, write = self.disk_read_bytes_per_s, self.disk_write_bytes_per_s
+        return None if read is None or write is None else (read / self.devices_per_node, write / self.devices_per_node)
 
     @property
     def usable_memory_bytes(self) -> int:

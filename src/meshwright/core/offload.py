@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
+from meshwright.core.cluster import Tier
 from meshwright.core.errors import InputError
 from meshwright.core.flat import Segment
 from meshwright.core.precision import DTYPE_BYTES, NUM_MOMENTS, Recipe
 from meshwright.core.sharding import Range
-from meshwright.core.strategy import Offload, Tier
+from meshwright.core.strategy import Offload
 
 NUM_WORKING_BUFFERS = 3
 GROUP_NUMEL = Offload().group_numel
@@ -83,7 +85,10 @@ def stored_kinds(recipe: Recipe, optimizer: str, offload: Offload) -> tuple[Stor
     return tuple(found)
 
 
-def cut_groups(segments: Sequence[Segment], start: int, stop: int, group_numel: int = GROUP_NUMEL) -> tuple[Range, ...]:
+@lru_cache(maxsize=4096)
+def cut_groups(
+    segments: tuple[Segment, ...], start: int, stop: int, group_numel: int = GROUP_NUMEL
+) -> tuple[Range, ...]:
     """Cut bucket elements [start, stop) into groups of at most `group_numel`, which follow one another without gaps.
 
     A segment is cut at multiples of CUT_NUMEL from its own start only, so that an update of the groups is that of the
@@ -169,7 +174,9 @@ def streamed(stored: Sequence[Stored]) -> tuple[Stored, ...]:
 def tier_bytes(stored: Sequence[Stored], groups: Sequence[Range]) -> dict[Tier, int]:
     """Tier → bytes that a rank takes there; on disk every group fills whole blocks."""
     total: Counter[Tier] = Counter()
+    num_of_size = Counter(stop - start for start, stop in groups)
     for each in stored:
         block = BLOCK_BYTES if each.tier == "disk" else 1
-        total[each.tier] += sum(-(-(stop - start) * each.element_bytes // block) * block for start, stop in groups)
+        sizes = num_of_size.items()
+        total[each.tier] += sum(count * -(-numel * each.element_bytes // block) * block for numel, count in sizes)
     return dict(total)

@@ -10,15 +10,12 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from meshwright.core.axes import DP, PP, TP
-from meshwright.core.cluster import ClusterSpec
+from meshwright.core.cluster import ClusterSpec, Tier
 from meshwright.core.precision import RECIPES, Recipe
 from meshwright.core.schedule import choices, schedules
 from meshwright.core.values import Value
 
 Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "fp16", "fp16-16"]
-
-
-Tier = Literal["none", "cpu", "disk"]
 
 
 class Offload(Value):

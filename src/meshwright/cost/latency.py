@@ -13,7 +13,7 @@ backward), Rajbhandari et al. 2020 §7 (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -29,8 +29,9 @@ from meshwright.core.program import Kind
 from meshwright.core.schedule import StageTimes, find_schedule
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
-from meshwright.cost.flops import stage_flops
+from meshwright.cost.flops import StageFlops, stage_flops
 from meshwright.cost.network import boundary_link, flat_s, route
+from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
 from meshwright.cost.traffic import hidden_bytes
 
 
@@ -117,23 +118,53 @@ def stage_costs(
     stage: int,
     sent: Traffic,
     num_parameters: int,
+    moved: OffloadForecast | None = None,
 ) -> StageCosts:
     """Price a stage.
 
     Args:
+        moved: what the rank offloads.
         sent: what a rank of the stage sends in one step, as from :func:`meshwright.cost.traffic.traffic`.
         num_parameters: elements of the parameters that the rank holds.
 
     Raises InputError where the cluster states no peak for the strategy's compute dtype.
     """
     flops = stage_flops(model, job, strategy, stage)
-    speed = flops_per_s(cluster, strategy)
     phases = _seconds_by_phase(model, strategy, cluster, sent)
     m = strategy.num_micro_batches
 
     def collectives(phase: str) -> float:
         return phases.get(phase, 0.0) / m
 
+    forward, backward = _compute_terms(flops, flops_per_s(cluster, strategy), strategy, collectives)
+    num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
+    tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
+    gathers_s = _gathers_s(phases.get("gather", 0.0), strategy)
+    reads_s = _gathers_s(tiers.gathers_s, strategy)
+    fetches = [
+        _gathering(gather_s, read_s, compute_s, num_blocks, strategy)
+        for gather_s, read_s, compute_s in zip(gathers_s, reads_s, (total_s(forward), total_s(backward)), strict=True)
+    ]
+    sums = (TimeTerm("offloaded gradients", tiers.sums_s / m),) if strategy.offload.gradients != "none" else ()
+    update_s = optimizer_s(num_parameters, job, strategy, cluster)
+    if moved:
+        update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
+    beside_s = m * (total_s(forward) + total_s(backward)) if strategy.offload.delayed else 0.0
+    return StageCosts(
+        forward=(*forward, *fetches[0]),
+        backward=(*backward, *fetches[1], *sums),
+        reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
+        num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
+        num_reducing=m if strategy.zero >= 2 else 1,
+        after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
+        optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s),),
+    )
+
+
+def _compute_terms(
+    flops: StageFlops, speed: float, strategy: Strategy, collectives: Callable[[str], float]
+) -> tuple[tuple[TimeTerm, ...], tuple[TimeTerm, ...]]:
+    """(forward, backward) of one micro-batch, but for what comes and goes over dp and tiers."""
     recompute = strategy.recompute == "full"
     forward = (
         TimeTerm("layers", flops.layers / speed),
@@ -146,17 +177,7 @@ def stage_costs(
         TimeTerm("tensor-parallel reductions", collectives("backward")),
         TimeTerm("recomputation", flops.layers / speed * recompute + collectives("recompute")),
     )
-    num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
-    forward_gather_s, backward_gather_s = _gathers_s(phases.get("gather", 0.0), strategy)
-    return StageCosts(
-        forward=(*forward, _gathering(forward_gather_s, total_s(forward), num_blocks, strategy)),
-        backward=(*backward, _gathering(backward_gather_s, total_s(backward), num_blocks, strategy)),
-        reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
-        num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
-        num_reducing=m if strategy.zero >= 2 else 1,
-        after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
-        optimizer=(TimeTerm("optimizer", optimizer_s(num_parameters, job, strategy, cluster)),),
-    )
+    return forward, backward
 
 
 def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
@@ -167,11 +188,21 @@ def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
     return each_s, each_s
 
 
-def _gathering(gather_s: float, compute_s: float, num_blocks: int, strategy: Strategy) -> TimeTerm:
-    """What gathering adds: all of it, or, where blocks are gathered ahead, the first block and what the others take
-    longer than the blocks that run meanwhile."""
-    hidden_s = min(gather_s, compute_s) * (1 - 1 / num_blocks) if strategy.prefetch else 0.0
-    return TimeTerm("parameter gathering", gather_s - hidden_s)
+def _gathering(
+    gather_s: float, read_s: float, compute_s: float, num_blocks: int, strategy: Strategy
+) -> tuple[TimeTerm, ...]:
+    """What gathering adds, and reading from a tier before it: all of it, or, where it is done ahead, that of the first
+    block and what the others take longer than the blocks that run meanwhile. With shards on a tier, of the blocks
+    ahead the last is read and not gathered."""
+    ahead = strategy.prefetch - (strategy.offload.parameters != "none")
+
+    def hidden_s(seconds: float) -> float:
+        return min(seconds, compute_s) * (1 - 1 / num_blocks)
+
+    gathering = TimeTerm("parameter gathering", gather_s - (hidden_s(gather_s) if ahead > 0 else 0.0))
+    if strategy.offload.parameters == "none":
+        return (gathering,)
+    return gathering, TimeTerm("offloaded parameters", read_s - (hidden_s(read_s) if strategy.prefetch else 0.0))
 
 
 def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.core.cluster import ClusterSpec, Tier
 from meshwright.core.flat import Bucket
 from meshwright.core.offload import (
     Stored,
@@ -25,7 +26,7 @@ from meshwright.core.offload import (
     working_set_bytes,
 )
 from meshwright.core.sharding import Range, sharding
-from meshwright.core.strategy import Strategy, Tier
+from meshwright.core.strategy import Strategy
 from meshwright.cost.traffic import num_gathers as gathers_of
 
 
@@ -40,6 +41,10 @@ class BucketPart:
     """How often its gradients are reduced."""
     num_sums: int
     """How often they are summed over further ranks at the end of the step: 1 or 0."""
+
+    @property
+    def numel(self) -> int:
+        return self.groups[-1][1] - self.groups[0][0] if self.groups else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class OffloadForecast:
         total = TierTraffic()
         for each in (each for each in self.stored if each.tier == tier):
             for part in self.parts:
-                num_bytes = sum(stop - start for start, stop in part.groups) * each.element_bytes
+                num_bytes = part.numel * each.element_bytes
                 reads, writes = self._passes(each, part)
                 total.add_reads(each.kind, reads * num_bytes, reads * len(part.groups))
                 total.add_writes(each.kind, writes * num_bytes, writes * len(part.groups))
@@ -129,6 +134,38 @@ def offload_forecast(
 
 def _gathers(strategy: Strategy, bucket: Bucket) -> int:
     return gathers_of(strategy, bucket) if strategy.offload.parameters != "none" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierSeconds:
+    """What a step's transfers take, as if each tier did one thing at a time. Tiers of unstated speed take none."""
+
+    update_s: float = 0.0
+    """Of the update."""
+    handover_s: float = 0.0
+    """Of a delayed update, what does not run beside the next step: copies of the gradients, and masters taken over."""
+    sums_s: float = 0.0
+    """Of gradients, as they are summed."""
+    gathers_s: float = 0.0
+    """Of parameters, before they are gathered, and where they take masters over."""
+
+
+def tier_seconds(moved: OffloadForecast, cluster: ClusterSpec) -> TierSeconds:
+    """Of a rank's step, at the bandwidths that the cluster states."""
+    seconds = {"update": 0.0, "handover": 0.0, "gradients": 0.0, "parameters": 0.0}
+    numel = sum(part.numel for part in moved.parts)
+    traffic = {tier: moved.traffic(tier) for tier in dict.fromkeys(each.tier for each in moved.stored)}
+    for each in moved.stored:
+        speed = cluster.tier_bytes_per_s(each.tier)
+        row = traffic[each.tier].rows.get(each.kind)
+        if speed is None or row is None:
+            continue
+        read, written = numel * each.element_bytes * each.is_read, numel * each.element_bytes * each.is_written
+        is_beside = each.kind in seconds and not each.is_copy
+        more_s = (row.read_bytes - read) / speed[0] + (row.written_bytes - written) / speed[1]
+        seconds["update"] += read / speed[0] + written / speed[1]
+        seconds[each.kind if is_beside else "handover"] += more_s
+    return TierSeconds(seconds["update"], seconds["handover"], seconds["gradients"], seconds["parameters"])
 
 
 def transfer_s(traffic: TierTraffic, read_bytes_per_s: float, write_bytes_per_s: float) -> float:

@@ -75,11 +75,11 @@ ADVICE_RULES = (
     AdviceRule(
         "S2", lambda f: f.num_devices == 1 and not f.fits_one_device,
         "one device and the model does not fit: ZeRO with offload to the CPU, then to NVMe",
-        f"{_SCALABILITY}; Ren et al. 2021", offered=False,
+        f"{_SCALABILITY}; Ren et al. 2021",
     ),
     AdviceRule(
         "S3", lambda f: f.num_devices == 1 and not f.fits_one_device and not f.largest_layer_fits,
-        "not even one layer fits: memory-centric tiling besides offload", "Rajbhandari et al. 2021, §5", offered=False,
+        "not even one layer fits: memory-centric tiling besides offload", "Rajbhandari et al. 2021, §5",
     ),
     AdviceRule(
         "N1", lambda f: _one_node(f) and f.fits_one_device,

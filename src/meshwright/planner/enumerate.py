@@ -22,7 +22,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import Case, all_degrees, check, divisors, nearest_legal, violations
 from meshwright.core.schedule import schedules
-from meshwright.core.strategy import Precision, Strategy
+from meshwright.core.strategy import Offload, Precision, Strategy
 from meshwright.core.units import counted
 from meshwright.cost.zero import STAGES
 from meshwright.planner.fix import in_words
@@ -138,6 +138,7 @@ def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fi
     values = {
         **degrees,
         "precision": default_precision(cluster),
+        "zero": _least_stage(fix),
         "micro_batch_size": size,
         "num_micro_batches": max(1, per_rank // size),
     }
@@ -188,9 +189,18 @@ def _micro_batch_sizes(per_rank: int) -> list[int]:
 
 def _offered_stages(first: Strategy, fix: Mapping[str, Any]) -> tuple[int, ...]:
     """ZeRO stages. Beside a pipeline 2 and 3 communicate once per micro-batch, and are offered only if asked for."""
+    least = _least_stage(fix)
     if first.dp == 1:
-        return (0,)
+        return (least,)
+    if least:
+        return tuple(stage for stage in STAGES if stage >= least)
     return (0, 1) if first.pp > 1 and not any(name in fix for name in ("shard_over", "keep_gathered")) else STAGES
+
+
+def _least_stage(fix: Mapping[str, Any]) -> int:
+    """The ZeRO stage that what is offloaded needs."""
+    offload: Offload = fix.get("offload", Offload())
+    return 3 if offload.parameters != "none" else 2 if offload.gradients != "none" else 0
 
 
 def _ranks_on_node(first: Strategy, cluster: ClusterSpec) -> int:

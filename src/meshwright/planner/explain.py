@@ -92,7 +92,19 @@ def _limits(winner: Forecast, pricer: Pricer) -> str:
     losses = [(share, name) for name, share in shares if name not in ("layers", "head")]
     share, name = max(losses)
     limit = f"; the largest loss is {name}" if share >= 0.005 else ""
-    return f"The step is {listed}{limit}."
+    return f"The step is {listed}{limit}.{_unpriced(winner.strategy, pricer.cluster)}"
+
+
+def _unpriced(strategy: Strategy, cluster: ClusterSpec) -> str:
+    """Which transfers cost nothing in these seconds, because the cluster does not state how fast they are."""
+    tiers = [tier for tier in dict.fromkeys(strategy.offload.tiers) if tier != "none"]
+    named = {"cpu": "the host (host_bandwidth_bytes_per_s)", "disk": "the disk (disk_read_bytes_per_s and _write_)"}
+    unknown = [named[tier] for tier in tiers if cluster.tier_bytes_per_s(tier) is None]
+    return (
+        f" What passes to and from {' and '.join(unknown)} is not timed: the cluster states no speed."
+        if unknown
+        else ""
+    )
 
 
 def _memory(winner: Forecast) -> str:

@@ -30,6 +30,7 @@ from meshwright.cost.latency import (
     step_time,
 )
 from meshwright.cost.memory import memory
+from meshwright.cost.offload import offload_forecast
 from meshwright.cost.traffic import micro_batch_traffic, step_traffic
 from meshwright.schedule.build import build_program
 from meshwright.schedule.closed_form import peak_live
@@ -60,18 +61,43 @@ class Forecast:
     traffic: Traffic
     step_time: StepTime
     usable_memory_bytes: int
+    host_is_device: bool = False
+    """Whether what is offloaded to the host takes the device's memory."""
+    host_limit_bytes: int | None = None
+    """What a rank may offload to the host; None where the cluster does not say."""
+    disk_limit_bytes: int | None = None
+    """Likewise to a disk."""
     simulated: bool = False
     """True where the pipeline's time comes from the clock, False where from the closed form."""
 
     @property
     def fits(self) -> bool:
-        return self.memory.total_bytes <= self.usable_memory_bytes
+        return self._excess is None
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device's memory, that the rank takes."""
+        return self.memory.total_bytes + self.memory.host_bytes * self.host_is_device
+
+    @property
+    def _excess(self) -> str | None:
+        """Where more is needed than there is."""
+        pairs = {
+            "usable": (self.device_bytes, self.usable_memory_bytes),
+            "of the host": (self.memory.host_bytes, self.host_limit_bytes),
+            "of the disk": (self.memory.disk_bytes, self.disk_limit_bytes),
+        }
+        return next((name for name, (needs, has) in pairs.items() if has is not None and needs > has), None)
 
     @property
     def limit(self) -> str:
         """What memory allows, in words."""
-        needs, has = format_bytes(self.memory.total_bytes), format_bytes(self.usable_memory_bytes)
-        return f"needs {needs} per rank of {has} usable"
+        needs, has = {
+            "of the host": (self.memory.host_bytes, self.host_limit_bytes),
+            "of the disk": (self.memory.disk_bytes, self.disk_limit_bytes),
+        }.get(self._excess or "", (self.device_bytes, self.usable_memory_bytes))
+        where = self._excess or "usable"
+        return f"needs {format_bytes(needs)} per rank of {format_bytes(has or 0)} {where}"
 
 
 def stage_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
@@ -132,6 +158,9 @@ class Pricer:
             traffic=self._stage(strategy, stage)[0],
             step_time=step_time(costs, strategy, ends_s),
             usable_memory_bytes=self.cluster.usable_memory_bytes,
+            host_is_device=self.cluster.host_is_device,
+            host_limit_bytes=_share(self.cluster.host_memory_bytes, self.cluster),
+            disk_limit_bytes=_share(self.cluster.disk_bytes, self.cluster),
             simulated=not is_bounded,
         )
 
@@ -173,12 +202,13 @@ class Pricer:
     def _stage(self, strategy: Strategy, stage: int) -> tuple[Traffic, StageCosts]:
         """Traffic and seconds of a stage: the same for every schedule."""
         s = strategy
-        key = (*_once_key(s, stage), s.micro_batch_size, s.num_micro_batches, s.recompute, s.prefetch)
+        key = (*_once_key(s, stage), s.micro_batch_size, s.num_micro_batches, s.recompute, s.prefetch, s.offload)
         if key not in self._stages:
             held = self._rank_buckets(strategy, stage)
             repeated = micro_batch_traffic(self.model, self.job, strategy, stage)
             sent = Traffic({**repeated.rows, **self._per_step(strategy, stage).rows})
-            costs = stage_costs(self.model, self.job, strategy, self.cluster, stage, sent, held.num_parameters)
+            moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None
+            costs = stage_costs(self.model, self.job, s, self.cluster, stage, sent, held.num_parameters, moved)
             self._stages[key] = sent, costs
         return self._stages[key]
 
@@ -221,7 +251,15 @@ class Pricer:
 
     def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
         """The stage whose ranks hold most, and what they hold."""
-        return max(self.memory_by_stage(strategy).items(), key=lambda item: item[1].total_bytes)
+        shared = self.cluster.host_is_device
+        return max(
+            self.memory_by_stage(strategy).items(), key=lambda item: item[1].total_bytes + item[1].host_bytes * shared
+        )
+
+
+def _share(node_bytes: int | None, cluster: ClusterSpec) -> int | None:
+    """A rank's part of what a node has."""
+    return None if node_bytes is None else node_bytes // cluster.devices_per_node
 
 
 def last_work_ends_s(timeline: Timeline) -> list[float]:

@@ -9,11 +9,20 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Offload, Strategy
 from meshwright.core.units import format_bytes
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import in_words
 from meshwright.planner.price import Forecast, Pricer
 
+KINDS = ("optimizer", "gradients", "parameters")
+"""What may be offloaded, in the order in which a step misses it least."""
+OFFLOADS = tuple(
+    Offload(**dict.fromkeys(KINDS[:count], tier), path="FOLDER" if tier == "disk" else None)
+    for tier in ("cpu", "disk")
+    for count in (1, 2, 3)
+)
+"""What is tried, the fastest first."""
 MAX_GROWTH = 64
 """How many times more nodes are tried."""
 
@@ -22,7 +31,7 @@ def nothing_fits(
     model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], priced: Sequence[Forecast]
 ) -> RuleError:
     """The error to raise, one line."""
-    closest = min(priced, key=lambda f: f.memory.total_bytes)
+    closest = min(priced, key=lambda f: f.device_bytes)
     fixed = f" with {in_words(fix)}" if fix else ""
     held = closest.memory
     message = (
@@ -30,17 +39,31 @@ def nothing_fits(
         f"{closest.limit} ({format_bytes(held.states_bytes)} states + {format_bytes(held.activations_bytes)} "
         f"activations + {format_bytes(held.buffers_bytes)} buffers on rank {closest.rank})"
     )
-    change = next(_changes(model, cluster, job, fix), None)
+    change = next(_freed(model, cluster, job, fix), None) or "; or ".join(
+        filter(None, (next(found(model, cluster, job, fix), None) for found in (_offloads, _larger)))
+    )
     return RuleError(f"{message}; {change or 'no single change tried here makes it fit'}", "memory")
 
 
-def _changes(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
-    """Changes that make something fit, smallest first: give one fixed field free, then more devices."""
+def _freed(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
+    """Fixed fields one of which, given free, makes something fit."""
     for name, value in fix.items():
         freed = {other: kept for other, kept in fix.items() if other != name}
         found = _smallest(model, cluster, job, freed)
         if found and found.fits:
             yield f"it fits with {name}={getattr(found.strategy, name)} instead of {value}"
+
+
+def _offloads(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
+    """What to offload so that something fits, given that the nodes have the room."""
+    for offload in OFFLOADS if "offload" not in fix else ():
+        found = _smallest(model, cluster, job, {**fix, "offload": offload})
+        if found and found.fits:
+            yield _offloaded(found, cluster)
+
+
+def _larger(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
+    """More devices on which something fits."""
     growth = 2
     while growth <= MAX_GROWTH:
         larger = cluster.model_copy(update={"num_nodes": cluster.num_nodes * growth})
@@ -51,6 +74,16 @@ def _changes(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str,
         growth *= 2
 
 
+def _offloaded(found: Forecast, cluster: ClusterSpec) -> str:
+    """How to ask for it, and what each node must have for it."""
+    offload, held = found.strategy.offload, found.memory
+    named = [f"{kind}:{getattr(offload, kind)}" for kind in KINDS if getattr(offload, kind) != "none"]
+    named += [f"path:{offload.path}"] if offload.path else []
+    needed = ((held.host_bytes, "of the host's memory"), (held.disk_bytes, "of disk"))
+    per_node = " and ".join(f"{format_bytes(n * cluster.devices_per_node)} {what}" for n, what in needed if n)
+    return f"it fits with offload={','.join(named)} and {per_node} per node: {found.strategy.describe()}"
+
+
 def _smallest(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Forecast | None:
     """The legal strategy that needs least memory; larger micro-batches never need less."""
     sized = "micro_batch_size" in fix or "num_micro_batches" in fix
@@ -59,4 +92,10 @@ def _smallest(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str
     except RuleError:
         return None
     pricer = Pricer(model, cluster, job)
-    return pricer.forecast(min(legal, key=lambda s: pricer.fullest(s)[1].total_bytes))
+    shared = cluster.host_is_device
+
+    def device_bytes(strategy: Strategy) -> int:
+        held = pricer.fullest(strategy)[1]
+        return held.total_bytes + held.host_bytes * shared
+
+    return pricer.forecast(min(legal, key=device_bytes))

@@ -1,0 +1,108 @@
+"""Offload in plans: asked for, priced, bounded by what host and disk have, and named where nothing else fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.core.errors import RuleError
+from meshwright.core.strategy import Offload
+from meshwright.core.units import format_bytes
+from meshwright.planner.advise import advise
+from meshwright.planner.fix import parse_fix
+from meshwright.planner.price import price
+from meshwright.planner.rank import plan
+from tests.shapes import make_model
+
+MODEL = make_model(name="wide", hidden_size=1024, num_layers=4, ffn_size=4096, num_heads=8, head_dim=128)
+SMALL = 600 * 10**6
+"""Bytes of a device: too few for the model's states, enough without the optimizer's."""
+
+
+def with_(cluster, **fields):
+    return cluster.model_copy(update=fields)
+
+
+@pytest.fixture
+def small(cluster):
+    return cluster(1, 1, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "zero"),
+    [("optimizer:cpu", 0), ("gradients:disk,path:/scratch", 2), ("optimizer:cpu,parameters:disk,path:/scratch", 3)],
+)
+def test_asked_for(cluster, job, text, zero):
+    """The stage that it needs comes with it, also on one device."""
+    for devices in (1, 2):
+        found = plan(MODEL, cluster(1, devices), job, parse_fix([f"offload={text}"]))
+        assert found.plan.strategy.zero >= zero
+        words = dict(part.split(":") for part in text.split(","))
+        assert found.plan.strategy.offload == Offload(**words)
+        assert (found.forecast.memory.host_bytes > 0) == ("cpu" in text)
+        assert (found.forecast.memory.disk_bytes > 0) == ("disk" in text)
+    with pytest.raises(RuleError, match="offload to disk without a path"):
+        plan(MODEL, cluster(1, 1), job, parse_fix(["offload=optimizer:disk"]))
+
+
+def test_named_where_nothing_fits(small, job):
+    """With what a node needs for it; what it names is then planned."""
+    with pytest.raises(RuleError) as caught:
+        plan(MODEL, small, job)
+    assert "it fits with offload=optimizer:cpu and " in str(caught.value)
+    assert "; or it fits on 2 devices instead of 1" in str(caught.value)
+    found = plan(MODEL, small, job, parse_fix(["offload=optimizer:cpu"])).forecast
+    assert f"{format_bytes(found.memory.host_bytes)} of the host's memory per node" in str(caught.value)
+
+
+def test_no_more_than_host_and_disk_have(small, job):
+    needed = plan(MODEL, small, job, parse_fix(["offload=optimizer:cpu"])).forecast.memory.host_bytes
+    assert plan(MODEL, with_(small, host_memory_bytes=needed), job, parse_fix(["offload=optimizer:cpu"]))
+    tight = with_(small, host_memory_bytes=needed - 1)
+    with pytest.raises(RuleError, match="of the host"):
+        plan(MODEL, tight, job, parse_fix(["offload=optimizer:cpu"]))
+    with pytest.raises(RuleError, match=r"it fits with offload=optimizer:disk,path:FOLDER and .* of disk per node"):
+        plan(MODEL, tight, job)
+    with pytest.raises(RuleError, match="of the disk"):
+        plan(MODEL, with_(tight, disk_bytes=needed // 2), job, parse_fix(["offload=optimizer:disk,path:/d"]))
+
+
+def test_cpu_ranks_share_the_memory_that_they_offload_to(cluster, job):
+    """Unless more is stated, the host frees them nothing; a disk does."""
+    ranks = cluster(1, 1, SMALL, "gloo")
+    with pytest.raises(RuleError, match="it fits with offload=optimizer:disk"):
+        plan(MODEL, ranks, job, {"precision": "bf16"})
+    assert plan(
+        MODEL, with_(ranks, host_memory_bytes=10**10), job, parse_fix(["precision=bf16", "offload=optimizer:cpu"])
+    )
+
+
+def test_transfers_take_the_time_that_the_cluster_states(cluster, job):
+    """An update of 12 bytes per parameter each way; the longer of it and of the computation."""
+    offload = Offload(optimizer="disk", path="/d")
+    one = with_(cluster(1, 1), disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=0.5e9)
+    chosen = plan(MODEL, one, job, {"offload": offload}).plan.strategy
+    unstated, stated = (price(MODEL, c, job, chosen) for c in (cluster(1, 1), one))
+    seconds = 12 * MODEL.num_parameters * (1 / 1e9 + 1 / 0.5e9)
+    assert stated.step_time.optimizer_s == pytest.approx(seconds, rel=0.01)
+    assert unstated.step_time.optimizer_s < seconds / 100
+    late = chosen.model_copy(update={"offload": offload.model_copy(update={"delayed": True})})
+    beside = price(MODEL, one, job, late).step_time
+    handover_s = MODEL.num_parameters * (4 / 0.5e9 + 4 / 1e9)
+    update_s = seconds + MODEL.num_parameters * 4 / 1e9
+    assert beside.optimizer_s == pytest.approx(handover_s + update_s - beside.pipeline_s, rel=0.01)
+    assert "is not timed" in plan(MODEL, cluster(1, 1), job, {"offload": offload}).plan.why
+    assert "is not timed" not in plan(MODEL, one, job, {"offload": offload}).plan.why
+
+
+def test_parameters_and_gradients_are_read_and_written_in_the_step(cluster, job):
+    one = with_(cluster(1, 1), host_bandwidth_bytes_per_s=1e9)
+    offload = Offload(optimizer="cpu", gradients="cpu", parameters="cpu")
+    chosen = plan(MODEL, one, job, {"offload": offload, "zero": 3}).plan.strategy
+    fast, slow = (price(MODEL, with_(one, host_bandwidth_bytes_per_s=s), job, chosen) for s in (1e12, 1e9))
+    assert slow.step_time.pipeline_s > fast.step_time.pipeline_s
+
+
+def test_advice_is_offered(small, job):
+    words = dict(advise(MODEL, small, job))
+    assert "offload" in words["S2"]
+    assert "not offered" not in words["S2"]
