@@ -125,7 +125,7 @@ def test_groups_are_cut_where_kernels_see_no_difference():
     rng = random.Random(0)
     for _ in range(300):
         edges = sorted(rng.sample(range(5000), 8))
-        segments = [Segment(a, b, True, True) for a, b in zip(edges[1::2], edges[2::2], strict=False)]
+        segments = tuple(Segment(a, b, True, True) for a, b in zip(edges[1::2], edges[2::2], strict=False))
         group_numel = rng.randrange(CUT_NUMEL, 900)
         groups = cut_groups(segments, edges[0], edges[-1], group_numel)
         assert [groups[0][0], groups[-1][1]] == [edges[0], edges[-1]]
