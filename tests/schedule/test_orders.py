@@ -142,4 +142,4 @@ def test_stages_without_a_forward_are_refused() -> None:
 def test_orders_hold_compute_only() -> None:
     for schedule in schedules().values():
         rows = schedule.order(PipelineSize(3, 4))
-        assert {action.kind for row in rows for action in row} == set(COMPUTE_KINDS)
+        assert {action.kind for row in rows for action in row} <= set(COMPUTE_KINDS)

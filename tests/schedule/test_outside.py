@@ -54,7 +54,7 @@ def order(size):
         return (*forwards, *backwards)
     return tuple(row(rank) for rank in range(size.num_ranks))
 
-SCHEDULE = Schedule(name="looped", order=order, has_chunks=True, is_offered=False)
+SCHEDULE = Schedule(name="looped", order=order, chunks=None, is_offered=False)
 '''
 
 

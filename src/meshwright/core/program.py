@@ -18,7 +18,11 @@ class Kind(StrEnum):
     F = "F"
     """Forward of a micro-batch on a stage."""
     B = "B"
-    """Backward of a micro-batch on a stage."""
+    """Backward of a micro-batch on a stage: I and W at once."""
+    I = "I"
+    """Gradient of a stage's input: the part of backward that the stage before waits for."""
+    W = "W"
+    """Gradients of a stage's weights, from what I has kept; at any time after I."""
     SEND_F = "SEND_F"
     """Send a stage's output to the next stage."""
     RECV_F = "RECV_F"
@@ -33,7 +37,11 @@ class Kind(StrEnum):
     """Reduce what is left of this stage's gradients, and wait for all of it."""
 
 
-COMPUTE_KINDS = (Kind.F, Kind.B)
+COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+INPUT_GRADIENT_KINDS = (Kind.B, Kind.I)
+"""These make the gradient that the stage before waits for."""
+WEIGHT_GRADIENT_KINDS = (Kind.B, Kind.W)
+"""These make the gradients of the stage's own weights."""
 SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 RECV_KINDS = (Kind.RECV_F, Kind.RECV_B)
 _TEXT = re.compile(rf"({'|'.join(Kind)})(\d*)@(\d+)")
@@ -62,12 +70,17 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One row of actions per pipeline rank, and the rank that runs each stage."""
+    """One row of actions per pipeline rank, and the rank that runs each stage.
+
+    With two directions (DualPipe) the model stands on the ranks twice: the stages of the second follow those of the
+    first in the numbering, hold the same layers again, and take the other half of the micro-batches.
+    """
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
     stage_ranks: tuple[int, ...]
     num_micro_batches: int
+    num_directions: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -76,6 +89,15 @@ class Program:
     @property
     def num_stages(self) -> int:
         return len(self.stage_ranks)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that the model is cut into: the stages of one direction."""
+        return self.num_stages // self.num_directions
+
+    def part(self, stage: int) -> int:
+        """Which part of the model a stage runs."""
+        return stage % self.num_parts
 
     def to_csv(self) -> str:
         """One line per rank, actions separated by commas."""

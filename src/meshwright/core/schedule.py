@@ -41,6 +41,11 @@ class PipelineSize:
         return self.num_ranks * self.num_chunks
 
 
+def looped(size: PipelineSize) -> tuple[int, ...]:
+    """Rank of each stage: round and round, stage s on rank s % p (Narayanan et al. 2021, SC21, section 2.2)."""
+    return tuple(stage % size.num_ranks for stage in range(size.num_stages))
+
+
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Seconds of one micro-batch, where every rank has one stage."""
@@ -70,8 +75,14 @@ class Schedule:
     name: str
     order: Callable[[PipelineSize], Rows]
     """Compute actions of each rank; no communication."""
-    has_chunks: bool = False
-    """Whether a rank may hold several stages."""
+    chunks: int | None = 1
+    """Stages of each rank; None: as many as a strategy says."""
+    num_directions: int = 1
+    """2 where micro-batches enter at both ends, so that the model stands on the ranks twice."""
+    stage_ranks: Callable[[PipelineSize], tuple[int, ...]] = looped
+    """Rank of each stage."""
+    fault: Callable[[PipelineSize], str | None] | None = None
+    """Why there is no timetable of a size, with the numbers and what to take instead; None: there is one."""
     is_offered: bool = True
     """Whether the planner looks at it unasked."""
     num_slots: Callable[[PipelineSize], int] | None = None

@@ -27,7 +27,7 @@ def program(name: str, num_ranks: int, num_micro_batches: int, reduce: bool = Tr
     schedule = find_schedule(name)
     size = PipelineSize(num_ranks, num_micro_batches, num_chunks)
     _check_sizes(size)
-    if num_chunks > 1 and not schedule.has_chunks:
+    if num_chunks > 1 and schedule.chunks == 1:
         raise InputError(
             f"schedule `{name}` puts one stage on a rank, but {num_chunks} chunks are asked for; "
             "take 1 chunk, or a schedule that has chunks"

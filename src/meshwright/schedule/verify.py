@@ -33,7 +33,7 @@ def verify(program: Program, backward: bool = True) -> None:
     _check_cells(program)
     places = _places(program)
     crossing = tuple(edges_between_ranks(program))
-    _check_compute(program, places, COMPUTE_KINDS if backward else (Kind.F,))
+    _check_compute(program, places, (Kind.F, Kind.B) if backward else (Kind.F,))
     _check_transfers(program, places, crossing)
     _check_dependencies(program, places, crossing)
     _check_message_order(program, crossing)
