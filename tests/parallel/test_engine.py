@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
+from meshwright.comm.collectives import all_reduce
+from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.models import init
@@ -198,3 +204,37 @@ def test_bf16_loss_is_close_to_that_of_fp32(ranks):
     for losses in others:
         assert losses == pytest.approx(fp32, rel=0.02)
         assert losses != fp32
+
+
+def freed(rank: int, world: int, plan: str) -> bool:
+    """Whether nothing is left of an engine that nobody holds any more."""
+    engine = make_engine(plan)
+    train(engine, dataset(engine.plan), range(1))
+    mesh = weakref.ref(engine.mesh)
+    engine.close()
+    del engine
+    gc.collect()
+    return mesh() is None
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_engine_that_is_dropped_is_freed(ranks, zero):
+    plan = run_plan(TIED, batch=4, dp=2, zero=zero, precision="bf16")
+    assert ranks(freed, 2, plan.to_toml()) == [True, True]
+
+
+def numbers_of_threads(rank: int, world: int) -> list[int]:
+    counts = []
+    for _ in range(3):
+        mesh = Mesh.create({"dp": 2, "tp": 2})
+        all_reduce(torch.ones(2), mesh["dp"])
+        mesh.close()
+        del mesh
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_a_closed_mesh_leaves_no_threads(ranks):
+    for first, *later in ranks(numbers_of_threads, 4):
+        assert later == [first] * 2

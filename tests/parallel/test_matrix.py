@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import combinations
 
 import pytest
@@ -28,7 +29,8 @@ def parity_on_rank(rank: int, world: int, plans: Sequence[str]) -> list[str | No
     """The first mismatch that this rank sees in each plan, as text."""
     found = []
     for plan in map(Plan.from_toml, plans):
-        mismatch = find_mismatch(plan, make_mesh(plan))
+        with closing(make_mesh(plan)) as mesh:
+            mismatch = find_mismatch(plan, mesh)
         found.append(None if mismatch is None else str(mismatch))
     return found
 

@@ -175,6 +175,15 @@ class Mesh:
             axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, transport, group, device, ledger)
         return cls(rank, full, coordinates_of(rank, full), axes, device, ledger)
 
+    def close(self) -> None:
+        """Give up the groups of the axes, with their threads and sockets; the run goes on. The mesh is not used again.
+
+        Every rank closes it, after its last call on any axis. Leaving the run (:func:`stop`) does the same.
+        """
+        for group in {id(axis.group): axis.group for axis in self.axes.values()}.values():
+            if group is not None and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
     def __getitem__(self, axis: str) -> Axis:
         try:
             return self.axes[axis]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 
@@ -47,6 +48,19 @@ class _Policy(Protocol):
         """Return when all gradients of the step are summed."""
 
 
+def held_weakly(method: Callable[[int], None], index: int) -> Callable[[], None]:
+    """`method(index)`, for hooks of parameters: autograd holds these where the garbage collector cannot look, so that
+    an object which they held would never be freed, nor its mesh, nor the threads and sockets of that."""
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        assert found is not None, "the hooks of an engine ran after it was gone"
+        found(index)
+
+    return call
+
+
 class GradientReducer:
     """Counts gradients as backward produces them; reduces each bucket once it is complete.
 
@@ -73,20 +87,21 @@ class GradientReducer:
         parameter, view = self._states.parameters[name], bucket.view(bucket.gradients, slot)
         if slot.placement.name in self._states.frozen:
             return
+        ready = held_weakly(self._ready, index)
         if (sink := self._states.sinks.get(name)) is not None:
-            sink.on_written = lambda: self._ready(index)
+            sink.on_written = ready
             return
         if parameter.dtype == view.dtype:
             parameter.grad = view  # autograd accumulates in place
 
             def collect(_: torch.Tensor) -> None:
-                self._ready(index)
+                ready()
         else:
 
             def collect(leaf: torch.Tensor) -> None:
                 view.add_(leaf.grad)
                 leaf.grad = None
-                self._ready(index)
+                ready()
 
         parameter.register_post_accumulate_grad_hook(collect)
 
@@ -199,7 +214,7 @@ class _Shards:
         """Whether the bucket's shard is still to be set in this step."""
         for index, bucket in enumerate(states.buckets):
             for slot in bucket.layout.slots:
-                self._sink(bucket, slot).on_first = lambda index=index: self._claim(index)
+                self._sink(bucket, slot).on_first = held_weakly(self._claim, index)
 
     def _sink(self, bucket: FlatBucket, slot: Slot) -> GradientSink:
         """How the gradient is written; those of autograd are moved out of its own memory."""
