@@ -16,7 +16,16 @@ def make_record(rank: int) -> RankRecord:
     sent.add("all_reduce", "dp", "gradients", 4096, 4, calls=3)
     sent.add("send", "pp", "forward", 512, 2)
     held = MemoryBreakdown(4, 5, 6, 7, 8)
-    return RankRecord(rank, {"pp": 0, "dp": rank, "tp": 0}, held, sent, step_time_s=0.25, pipeline_s=0.2, busy_s=0.15)
+    return RankRecord(
+        rank,
+        {"pp": 0, "dp": rank, "tp": 0},
+        held,
+        sent,
+        step_time_s=0.25,
+        pipeline_s=0.2,
+        busy_s=0.15,
+        waited_s={"gradients": 0.05},
+    )
 
 
 def test_records_are_read_back_by_rank(tmp_path: Path) -> None:

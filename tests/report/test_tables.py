@@ -14,6 +14,7 @@ from meshwright.report.tables import (
     compare_memory,
     compare_step_time,
     compare_traffic,
+    compare_waits,
     comparison_table,
     memory_table,
     plain_table,
@@ -205,6 +206,17 @@ def test_a_row_that_only_one_witness_has_is_shown():
             0,
             8,
         }
+
+
+def test_waits_are_shown_by_phase_beside_what_was_forecast_of_them():
+    step = StepTime(pipeline_s=1.0, data_comm_exposed_s=0.25, optimizer_s=0.1, bubble_fraction=0)
+    waits = compare_waits(step, {"norm": 0.5, "gradients": 0.125, "parameters": 0.25, "forward": 1.0})
+    assert [(c.name.removeprefix("waiting: "), c.forecast, c.measured) for c in waits] == [
+        ("data-parallel communication", 0.25, 0.375),
+        ("forward", None, 1.0),
+        ("norm", None, 0.5),
+    ]
+    assert [c.measured for c in compare_waits(step, {})] == [None]
 
 
 def test_comparison_shows_both_and_the_difference():

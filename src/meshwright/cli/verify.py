@@ -27,6 +27,7 @@ def print_verification(run: RunFolder) -> bool:
         compare_memory,
         compare_step_time,
         compare_traffic,
+        compare_waits,
         comparison_table,
         report_console,
     )
@@ -40,6 +41,7 @@ def print_verification(run: RunFolder) -> bool:
         *compare_memory(memory(model, job, strategy, full.coordinates), full.memory),
         *compare_traffic(traffic(model, job, strategy, full.coordinates), full.traffic),
         *compare_step_time(step, max(r.step_time_s for r in records) or None, measured_bubble(records)),
+        *compare_waits(step, min((r.waited_s for r in records), key=lambda waited_s: sum(waited_s.values()))),
     ]
     console = report_console()
     console.print(comparison_table(rows, f"Forecast beside measured, rank {full.rank} (the fullest)"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.core.errors import InputError
@@ -25,6 +25,8 @@ class RankRecord:
     """Wall time of the pipeline table in the measured step."""
     busy_s: float = 0.0
     """Of which in forwards and backwards."""
+    waited_s: dict[str, float] = field(default_factory=dict)
+    """Phase → seconds of a step that this rank stood still for communication: median over the same steps."""
 
     def save(self, folder: Path) -> None:
         """Write `folder`/rank-N.json."""
@@ -37,6 +39,7 @@ class RankRecord:
             "step_time_s": self.step_time_s,
             "pipeline_s": self.pipeline_s,
             "busy_s": self.busy_s,
+            "waited_s": self.waited_s,
         }
         write_text(folder / f"rank-{self.rank}.json", json.dumps(data, indent=1))
 

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.core.axes import MESH_ORDER, WHOLE_AXIS
-from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic, TrafficRow
+from meshwright.core.measures import PHASES, MemoryBreakdown, StepTime, Traffic, TrafficRow
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
 
@@ -172,6 +172,9 @@ def traffic_table(traffic: Traffic, title: str = "What one rank sends in a step"
 # ---------------------------------------------------------------- forecast beside measured
 
 
+_DATA_PARALLEL_PHASES = ("gather", "gradients", "parameters")
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One quantity as two witnesses tell it. `unit`: bytes, seconds, calls or fraction."""
@@ -219,6 +222,16 @@ def compare_step_time(
     return [
         Comparison("step time", forecast.total_s, measured_s, "seconds"),
         Comparison("bubble", forecast.bubble_fraction, measured_bubble, "fraction"),
+    ]
+
+
+def compare_waits(forecast: StepTime, waited_s: Mapping[str, float]) -> list[Comparison]:
+    """What a step stood still for communication, by phase; forecast for what data parallelism does not hide."""
+    exposed_s = sum(waited_s.get(phase, 0.0) for phase in _DATA_PARALLEL_PHASES) if waited_s else None
+    others = (phase for phase in PHASES if phase in waited_s and phase not in _DATA_PARALLEL_PHASES)
+    return [
+        Comparison("waiting: data-parallel communication", forecast.data_comm_exposed_s, exposed_s, "seconds"),
+        *(Comparison(f"waiting: {phase}", None, waited_s[phase], "seconds") for phase in others),
     ]
 
 

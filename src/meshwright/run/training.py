@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 
 from meshwright.checkpoint import latest
 from meshwright.comm.collectives import barrier
@@ -39,6 +40,8 @@ class _Measurements:
     """What this rank finds out about its steps."""
 
     step_times_s: list[float] = field(default_factory=list)
+    waits_s: list[dict[str, float]] = field(default_factory=list)
+    """Phase → seconds waited, of the same steps."""
     traffic: Traffic = field(default_factory=Traffic)
     activations_bytes: int = 0
     pipeline_s: float = 0.0
@@ -120,6 +123,7 @@ class Training:
         took_s = time.perf_counter() - began_s
         if not is_measured:
             self.measured.step_times_s.append(took_s)
+            self.measured.waits_s.append(self.engine.last_waits_s)
         tokens = self.plan.job.tokens_per_step
         eval_loss = self._evaluate() if self._is_due(step, options.eval_every) else None
         return StepMetrics(step, loss, norm, rate, tokens, tokens / took_s, took_s, eval_loss, *overflow)
@@ -168,6 +172,7 @@ class Training:
         """What this rank measured."""
         measured = self.measured
         times = measured.step_times_s[1:] or measured.step_times_s or [0.0]
+        waits_s = measured.waits_s[1:] or measured.waits_s
         return RankRecord(
             self.mesh.rank,
             self.mesh.coordinates,
@@ -176,4 +181,5 @@ class Training:
             statistics.median(times),
             measured.pipeline_s,
             measured.busy_s,
+            {phase: statistics.median(w.get(phase, 0.0) for w in waits_s) for phase in dict.fromkeys(chain(*waits_s))},
         )
