@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.core.schedule import choices
 from meshwright.schedule.closed_form import bubble_fraction, bubble_of_ideal, makespan_s, peak_live
 
 
@@ -34,5 +35,5 @@ def test_peak_live() -> None:
 
 
 def test_a_schedule_that_is_not_there_is_not_guessed() -> None:
-    with pytest.raises(InputError, match="`looped` is not known; choose one of 1f1b, gpipe, naive"):
+    with pytest.raises(InputError, match=f"`looped` is not known; {choices()}"):
         peak_live("looped", 4, 8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.core.program import RECV_KINDS, SEND_KINDS, Action, Kind
 from meshwright.schedule.build import Rows, from_rows, program
-from meshwright.schedule.edges import edge_from, edges_between_ranks
+from meshwright.schedule.edges import edges_between_ranks
 from meshwright.schedule.passes.transfers import add_transfers
 from meshwright.schedule.verify import verify
 from meshwright.schedule.walk import Deadlock
@@ -61,9 +61,10 @@ def test_any_legal_order_becomes_a_program_that_verifies(
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 def test_a_send_waits_behind_its_producer_for_receives_only(name: str) -> None:
     built = program(name, 4, 8)
+    between_ranks = {edge.producer: edge for edge in edges_between_ranks(built)}
     for row in built.rows:
         for index, action in enumerate(row):
-            edge = edge_from(action, built.num_stages)
+            edge = between_ranks.get(action)
             if edge is None:
                 continue
             between = row[index + 1 : row.index(edge.send)]

@@ -11,9 +11,9 @@ import pytest
 
 from meshwright.core.errors import ProgramError
 from meshwright.core.program import Action, Kind, Program
-from meshwright.core.schedule import PipelineSize, schedules
+from meshwright.core.schedule import schedules
 from meshwright.schedule import closed_form
-from meshwright.schedule.build import forward_program, from_rows, program
+from meshwright.schedule.build import forward_program, order_program, program
 from meshwright.schedule.unit_clock import unit_timeline
 from meshwright.sim.clock import UnitCosts, simulate
 
@@ -75,9 +75,10 @@ def test_bubble_of_four_stages(num_micro_batches: int, bubble: float) -> None:
 def test_two_clocks_agree() -> None:
     """The textbook clock of `schedule` and this one, with and without transfers in the table."""
     for name, schedule in schedules().items():
-        bare = from_rows(name, schedule.order(PipelineSize(5, 7)))
+        bare = order_program(schedule, schedule.size(4, 6, schedule.chunks or 2))
         assert simulate(bare, UnitCosts()).events == unit_timeline(bare).events
-        assert simulate(program(name, 5, 7), UnitCosts()).makespan_s == unit_timeline(bare).makespan_s
+        built = program(name, 4, 6, num_chunks=schedule.chunks or 2)
+        assert simulate(built, UnitCosts()).makespan_s == unit_timeline(bare).makespan_s
 
 
 def test_gpipe_pays_each_boundary_twice() -> None:
@@ -95,6 +96,39 @@ def test_transfers_hide_behind_compute_but_their_latency_does_not() -> None:
     assert spans["F1@1"] == (2.25, 3.25)
     assert spans["B0@0"] == (5.5, 7.5)
     assert timeline.busy_s == (6, 6)
+
+
+def test_stages_of_one_rank_hand_over_at_once() -> None:
+    """ZB-V turns round on its last rank: one link each way, none at the fold."""
+    timeline = simulate(program("zb-v", 2, 1), UnitCosts(transfer=0.5))
+    starts = {str(event.action): event.start_s for row in timeline.events for event in row}
+    assert [starts[cell] for cell in ("F0@1", "F0@2", "F0@3", "I0@3")] == [1.5, 2.5, 4, 5]
+    assert timeline.makespan_s == 4 + 4 + 4 * 0.5 + 2, "and W of stages 2 and 0, which stand on the way"
+
+
+def test_boundaries_between_the_same_two_ranks_share_their_link() -> None:
+    """Two stages a rank: rank 0 sends activations to stages 1 and 3, over one link."""
+    rows = (
+        tuple(map(Action.parse, ("F0@0", "SEND_F0@0", "F1@0", "SEND_F1@0", "RECV_F0@2", "F0@2", "SEND_F0@2"))),
+        tuple(map(Action.parse, ("RECV_F0@1", "F0@1", "SEND_F0@1", "RECV_F1@1", "F1@1", "RECV_F0@3", "F0@3"))),
+    )
+    timeline = simulate(Program("shared", rows, (0, 1, 0, 1), 2), UnitCosts(transfer=4))
+    ends = {str(event.action): event.end_s for row in timeline.events for event in row}
+    assert [ends[cell] for cell in ("SEND_F0@0", "SEND_F1@0", "SEND_F0@1", "SEND_F0@2")] == [5, 9, 10, 15]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_the_halves_of_a_backward_add_up(share: float) -> None:
+    timeline = simulate(program("zb-h1", 3, 5), UnitCosts(1, 4, weight_share=share))
+    assert timeline.busy_s == (25, 25, 25)
+    spans = {event.action.kind: event.end_s - event.start_s for event in timeline.events[0]}
+    assert (spans[Kind.I], spans[Kind.W]) == (4 - 4 * share, 4 * share)
+
+
+def test_zb_h1_hides_weight_gradients_as_far_as_they_go() -> None:
+    """Qi et al. 2024, table 1: (p−1)(F+I−W), here with W shorter than I."""
+    timeline = simulate(program("zb-h1", 4, 12), UnitCosts(2, 5, weight_share=0.4))
+    assert timeline.makespan_s - timeline.busy_s[0] == pytest.approx(3 * (2 + 3 - 2))
 
 
 def test_a_slow_boundary_carries_one_transfer_at_a_time() -> None:

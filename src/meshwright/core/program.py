@@ -99,6 +99,19 @@ class Program:
         """Which part of the model a stage runs."""
         return stage % self.num_parts
 
+    def next_stage(self, stage: int) -> int | None:
+        """The stage that takes a stage's output; None behind the last of its direction."""
+        return stage + 1 if self.part(stage) + 1 < self.num_parts else None
+
+    def previous_stage(self, stage: int) -> int | None:
+        """The stage whose output a stage takes; None ahead of the first of its direction."""
+        return stage - 1 if self.part(stage) > 0 else None
+
+    def micro_batches(self, stage: int) -> range:
+        """Those that pass a stage: all, or its direction's share."""
+        direction, share = stage // self.num_parts, self.num_micro_batches // self.num_directions
+        return range(direction * share, (direction + 1) * share)
+
     def to_csv(self) -> str:
         """One line per rank, actions separated by commas."""
         return "\n".join(",".join(str(action) for action in row) for row in self.rows) + "\n"

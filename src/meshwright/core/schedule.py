@@ -46,6 +46,21 @@ def looped(size: PipelineSize) -> tuple[int, ...]:
     return tuple(stage % size.num_ranks for stage in range(size.num_stages))
 
 
+def looped_slots(size: PipelineSize) -> int:
+    """Slots of one stage's forward and backward that an order needs at least where stages stand `looped`: bubble p−1.
+
+    With fewer micro-batches than ranks a loop ends before the next can begin, and the stages are as good as a line.
+    """
+    fewer, more = sorted((size.num_ranks, size.num_micro_batches))
+    return more * size.num_chunks + fewer - 1
+
+
+def folded(size: PipelineSize) -> tuple[int, ...]:
+    """Rank of each stage: to the last rank and back again (and so on), so that two neighbours stand on one rank."""
+    p = size.num_ranks
+    return tuple(place if place < p else 2 * p - 1 - place for place in (s % (2 * p) for s in range(size.num_stages)))
+
+
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Seconds of one micro-batch, where every rank has one stage."""
@@ -86,12 +101,27 @@ class Schedule:
     is_offered: bool = True
     """Whether the planner looks at it unasked."""
     num_slots: Callable[[PipelineSize], int] | None = None
-    """Makespan on equal stages with free transfers, in units of one forward and backward; None: time the program."""
+    """Makespan on equal stages with free transfers, in units of one forward and backward of a stage, whatever the two
+    take; None: time the program."""
     num_live: Callable[[PipelineSize, int], int] | None = None
-    """Micro-batches whose activations a rank holds at its peak; None: count them in the program."""
+    """Stages times micro-batches whose activations a rank holds at its peak, until nothing of their backward is left;
+    of v chunks each is 1/v of the rank's layers. None: count them in the program."""
     further_s: Callable[[StageTimes, int], Sequence[float]] | None = None
     """Per stage, the seconds that all micro-batches (their number is given) after the first add at least before the
     stage ends: a lower bound, so that the planner times few programs. None: it times each."""
+
+    def size(self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> PipelineSize:
+        """What its timetable is made for. `num_chunks` may be left out: it is the schedule's own number, or 1.
+
+        Raises InputError for a number of chunks that the schedule does not have.
+        """
+        if self.chunks is not None and num_chunks not in (None, self.chunks):
+            stages = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
+            raise InputError(
+                f"schedule `{self.name}` puts {stages} on a rank, but {num_chunks} chunks are asked for; take "
+                f"{self.chunks} chunk{'s' * (self.chunks > 1)}, or a schedule that has as many as it is told"
+            )
+        return PipelineSize(num_ranks, num_micro_batches, num_chunks or self.chunks or 1)
 
 
 def schedules() -> dict[str, Schedule]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from meshwright.core.errors import InputError, ProgramError
+from meshwright.core.errors import ProgramError, UnsupportedError
 from meshwright.core.program import Action, Kind, Program
-from meshwright.core.schedule import PipelineSize, Rows, find_schedule
+from meshwright.core.schedule import PipelineSize, Rows, Schedule, find_schedule
 from meshwright.core.strategy import Strategy
 from meshwright.schedule.passes.reductions import add_reductions
 from meshwright.schedule.passes.transfers import add_transfers
 
 
-def program(name: str, num_ranks: int, num_micro_batches: int, reduce: bool = True, *, num_chunks: int = 1) -> Program:
+def program(
+    name: str, num_ranks: int, num_micro_batches: int, reduce: bool = True, *, num_chunks: int | None = None
+) -> Program:
     """The program of one training step.
 
     Args:
@@ -18,27 +20,44 @@ def program(name: str, num_ranks: int, num_micro_batches: int, reduce: bool = Tr
         num_ranks: pipeline ranks.
         num_micro_batches: micro-batches per step and pipeline.
         reduce: add ARM and REDUCE; False for a step that only accumulates.
-        num_chunks: stages of each rank.
+        num_chunks: stages of each rank; None: the schedule's own number, or 1.
 
     Raises:
-        InputError: no such schedule, or one that has no chunks.
-        ProgramError: a size below 1, or an order that cannot run.
+        InputError: no such schedule, or one that has not as many chunks.
+        ProgramError: a size below 1 or one that the schedule has no timetable for, or an order that cannot run.
     """
     schedule = find_schedule(name)
-    size = PipelineSize(num_ranks, num_micro_batches, num_chunks)
-    _check_sizes(size)
-    if num_chunks > 1 and schedule.chunks == 1:
-        raise InputError(
-            f"schedule `{name}` puts one stage on a rank, but {num_chunks} chunks are asked for; "
-            "take 1 chunk, or a schedule that has chunks"
-        )
-    built = add_transfers(from_rows(name, schedule.order(size)))
+    built = add_transfers(order_program(schedule, schedule.size(num_ranks, num_micro_batches, num_chunks)))
     return add_reductions(built) if reduce else built
 
 
+def order_program(schedule: Schedule, size: PipelineSize) -> Program:
+    """A schedule's compute actions, without communication. Raises ProgramError for a size without a timetable."""
+    _check_sizes(size)
+    fault = schedule.fault and schedule.fault(size)
+    if fault:
+        raise ProgramError(f"schedule `{schedule.name}` has no timetable of this size: {fault}")
+    built = from_rows(schedule.name, schedule.order(size), schedule.num_directions)
+    for stage, (stands, declared) in enumerate(zip(built.stage_ranks, schedule.stage_ranks(size), strict=False)):
+        if stands != declared:
+            raise ProgramError(
+                f"schedule `{schedule.name}` declares stage {stage} on rank {declared}, but its order has it on "
+                f"rank {stands}; make `stage_ranks` and `order` agree"
+            )
+    return built
+
+
 def build_program(strategy: Strategy) -> Program:
-    """The program of one training step of `strategy`; every data-parallel replica runs the same."""
-    return program(strategy.schedule, strategy.pp, strategy.num_micro_batches)
+    """The program of one training step of `strategy`; every data-parallel replica runs the same.
+
+    Raises UnsupportedError for a schedule that has a timetable but is not run.
+    """
+    built = program(strategy.schedule, strategy.pp, strategy.num_micro_batches)
+    if built.num_stages > built.num_ranks or any(action.kind is Kind.I for row in built.rows for action in row):
+        raise UnsupportedError(
+            f"schedule `{strategy.schedule}` can be drawn and timed, not planned or run; take 1f1b, gpipe or naive"
+        )
+    return built
 
 
 def forward_program(num_stages: int, num_micro_batches: int) -> Program:
@@ -48,7 +67,7 @@ def forward_program(num_stages: int, num_micro_batches: int) -> Program:
     return add_transfers(from_rows("forward", rows))
 
 
-def from_rows(name: str, rows: Rows) -> Program:
+def from_rows(name: str, rows: Rows, num_directions: int = 1) -> Program:
     """A program of compute actions; a stage stands on the rank whose row has its forwards.
 
     Raises ProgramError where a stage of the numbering has no forward.
@@ -58,7 +77,7 @@ def from_rows(name: str, rows: Rows) -> Program:
     if missing:
         raise ProgramError(f"{name}: stages {missing} have no forward; every stage from 0 to the last needs one")
     num_micro_batches = 1 + max(a.micro_batch or 0 for row in rows for a in row)
-    return Program(name, rows, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches)
+    return Program(name, rows, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches, num_directions)
 
 
 def _check_sizes(size: PipelineSize) -> None:

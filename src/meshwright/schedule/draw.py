@@ -16,8 +16,14 @@ from meshwright.schedule.unit_clock import unit_timeline
 if TYPE_CHECKING:
     import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-_COLORS = {Kind.F: "#4C78A8", Kind.B: "#F58518", Kind.REDUCE: "#54A24B"}
-_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.REDUCE: "reduce"}
+_COLORS = {Kind.F: "#4C78A8", Kind.B: "#F58518", Kind.I: "#E45756", Kind.W: "#72B7B2", Kind.REDUCE: "#54A24B"}
+_NAMES = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.REDUCE: "reduce",
+}
 _TABLE_MARGIN = 5
 _TABLE_RANKS = 16
 
@@ -26,8 +32,8 @@ def text(drawn: Program | Timeline, tick_s: float | None = None, max_cells: int 
     """The timetable as lines of text, one per rank.
 
     Args:
-        drawn: a program is drawn on the unit grid (F=1, B=2), a timeline in its own time.
-        tick_s: seconds of one cell; by default the shortest F or B. A cell shows what runs at its middle.
+        drawn: a program is drawn on the unit grid (F=I=W=1, B=2), a timeline in its own time.
+        tick_s: seconds of one cell; by default the shortest compute action. A cell shows what runs at its middle.
         max_cells: cut rows after so many cells, with `…`.
 
     Stages of a rank that has several are told apart by letters: a, b, c, ...

@@ -1,7 +1,9 @@
 """What depends on what: the data that flows between stages.
 
-F k@s ──activation──> F k@s+1        carried by SEND_F k@s, RECV_F k@s+1
-B k@s ──gradient────> B k@s−1        carried by SEND_B k@s, RECV_B k@s−1
+F k@s ──activation──> F k@s+1              carried by SEND_F k@s, RECV_F k@s+1
+B or I k@s ──gradient──> B or I k@s−1      carried by SEND_B k@s, RECV_B k@s−1
+
+Two stages on one rank hand over without SEND and RECV. Directions have no edge between them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.core.program import Action, Kind, Program
+from meshwright.core.program import INPUT_GRADIENT_KINDS, Action, Kind, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +24,34 @@ class Edge:
     consumer: Action
 
 
-def edge_from(producer: Action, num_stages: int) -> Edge | None:
-    """The edge out of a compute action; None where its result leaves the pipeline or the action computes nothing."""
-    stage, k = producer.stage, producer.micro_batch
-    if producer.kind is Kind.F and stage + 1 < num_stages:
-        to = stage + 1
-        return Edge(producer, Action(Kind.SEND_F, stage, k), Action(Kind.RECV_F, to, k), Action(Kind.F, to, k))
-    if producer.kind is Kind.B and stage > 0:
-        to = stage - 1
-        return Edge(producer, Action(Kind.SEND_B, stage, k), Action(Kind.RECV_B, to, k), Action(Kind.B, to, k))
-    return None
+class Edges:
+    """The edges of one program, by the action that they start from."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._split = {(a.stage, a.micro_batch) for row in program.rows for a in row if a.kind is Kind.I}
+
+    def out_of(self, producer: Action) -> Edge | None:
+        """The edge out of an action; None where its result leaves the pipeline or stays on the stage."""
+        stage, k = producer.stage, producer.micro_batch
+        if producer.kind is Kind.F:
+            to = self._program.next_stage(stage)
+            if to is not None:
+                return Edge(producer, Action(Kind.SEND_F, stage, k), Action(Kind.RECV_F, to, k), Action(Kind.F, to, k))
+        elif producer.kind in INPUT_GRADIENT_KINDS:
+            to = self._program.previous_stage(stage)
+            if to is not None:
+                taken_by = Kind.I if (to, k) in self._split else Kind.B
+                return Edge(
+                    producer, Action(Kind.SEND_B, stage, k), Action(Kind.RECV_B, to, k), Action(taken_by, to, k)
+                )
+        return None
 
 
 def edges(program: Program) -> Iterator[Edge]:
     """Every edge out of the program's compute actions, row by row."""
-    for row in program.rows:
-        for action in row:
-            edge = edge_from(action, program.num_stages)
-            if edge is not None:
-                yield edge
+    found = Edges(program)
+    return (edge for row in program.rows for action in row if (edge := found.out_of(action)) is not None)
 
 
 def edges_between_ranks(program: Program) -> Iterator[Edge]:

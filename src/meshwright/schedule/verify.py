@@ -1,8 +1,9 @@
 """The verifier: a table that passes here runs to its end, on any network, with every gradient complete.
 
-Checks, in order: cells stand where they belong; each F and B exactly once; F before B; each tensor that crosses ranks
-is sent after it is made and received before it is used, in the same order on both sides; gradients are reduced once,
-last; no deadlock even where every send blocks until it is received.
+Checks, in order: cells stand where they belong; each stage has F and either B or both I and W of each of its
+micro-batches, exactly once; F before B or I, I before W; each tensor that crosses ranks is sent after it is made and
+received before it is used, in the same order on both sides; gradients are reduced once, last; no deadlock even where
+every send blocks until it is received.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from meshwright.core.errors import ProgramError
-from meshwright.core.program import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, Program
+from meshwright.core.program import (
+    COMPUTE_KINDS,
+    INPUT_GRADIENT_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    WEIGHT_GRADIENT_KINDS,
+    Action,
+    Kind,
+    Program,
+)
 from meshwright.schedule.draw import table
 from meshwright.schedule.edges import Edge, edges, edges_between_ranks
 from meshwright.schedule.walk import Deadlock, walk
@@ -25,7 +35,7 @@ def verify(program: Program, backward: bool = True) -> None:
     """Prove that `program` can run.
 
     Args:
-        backward: False for a forward-only program, in which every F stands once and no B.
+        backward: False for a forward-only program, in which every F stands once and nothing of a backward.
 
     Raises:
         ProgramError: the first fault found; one line, then the table with the cells in question marked.
@@ -33,7 +43,7 @@ def verify(program: Program, backward: bool = True) -> None:
     _check_cells(program)
     places = _places(program)
     crossing = tuple(edges_between_ranks(program))
-    _check_compute(program, places, (Kind.F, Kind.B) if backward else (Kind.F,))
+    _check_compute(program, places, backward)
     _check_transfers(program, places, crossing)
     _check_dependencies(program, places, crossing)
     _check_message_order(program, crossing)
@@ -67,6 +77,9 @@ def _cell_fault(program: Program, rank: int, action: Action) -> str | None:
         return None if action.micro_batch is None else f"{action.kind} is for all micro-batches"
     if action.micro_batch is None or not 0 <= action.micro_batch < program.num_micro_batches:
         return f"there are {program.num_micro_batches} micro-batches"
+    passing = program.micro_batches(action.stage)
+    if action.micro_batch not in passing:
+        return f"micro-batches {passing.start} to {passing.stop - 1} go in the direction of stage {action.stage}"
     return None
 
 
@@ -81,15 +94,25 @@ def _places(program: Program) -> dict[Action, Place]:
     return places
 
 
-def _check_compute(program: Program, places: dict[Action, Place], kinds: tuple[Kind, ...]) -> None:
-    """Each kind once per stage and micro-batch, and no compute of another kind."""
-    needed = {
-        Action(kind, stage, k)
-        for kind in kinds
-        for stage in range(program.num_stages)
-        for k in range(program.num_micro_batches)
-    }
+def _check_compute(program: Program, places: dict[Action, Place], backward: bool) -> None:
+    """F and one whole or split backward per stage and micro-batch that passes it."""
+    needed: set[Action] = set()
+    for stage in range(program.num_stages):
+        for k in program.micro_batches(stage):
+            needed.add(Action(Kind.F, stage, k))
+            if backward:
+                needed.update(_backward(program, places, stage, k))
     _check_same(program, needed, {a: place for a, place in places.items() if a.kind in COMPUTE_KINDS})
+
+
+def _backward(program: Program, places: dict[Action, Place], stage: int, k: int) -> tuple[Action, ...]:
+    """What a micro-batch needs on a stage: I and W where the table splits its backward, else B."""
+    whole, *halves = (Action(kind, stage, k) for kind in (Kind.B, Kind.I, Kind.W))
+    split = [half for half in halves if half in places]
+    if whole in places and split:
+        rank, marked = places[whole][0], {places[whole], *(places[half] for half in split)}
+        _fail(program, f"{whole} and {split[0]} stand both on rank {rank}; a backward is whole or split", marked)
+    return tuple(halves) if split else (whole,)
 
 
 def _check_transfers(program: Program, places: dict[Action, Place], crossing: Iterable[Edge]) -> None:
@@ -109,7 +132,7 @@ def _check_same(program: Program, needed: Collection[Action], places: dict[Actio
 
 
 def _check_dependencies(program: Program, places: dict[Action, Place], crossing: Iterable[Edge]) -> None:
-    """Within a row: F before B, producer before send, receive before consumer."""
+    """Within a row: F before its backward, I before W, producer before send, receive before consumer."""
 
     def before(first: Action, second: Action) -> None:
         if places[first][1] > places[second][1]:
@@ -117,8 +140,10 @@ def _check_dependencies(program: Program, places: dict[Action, Place], crossing:
             _fail(program, fault, {places[first], places[second]})
 
     for action in places:
-        if action.kind is Kind.B:
+        if action.kind in INPUT_GRADIENT_KINDS:
             before(Action(Kind.F, action.stage, action.micro_batch), action)
+        elif action.kind is Kind.W:
+            before(Action(Kind.I, action.stage, action.micro_batch), action)
     for edge in crossing:
         before(edge.producer, edge.send)
         before(edge.recv, edge.consumer)
@@ -144,7 +169,7 @@ def _check_message_order(program: Program, crossing: Iterable[Edge]) -> None:
 
 
 def _check_reductions(program: Program) -> None:
-    """If any stage is reduced, each is: ARM just before its last B, REDUCE after all other work of the rank."""
+    """If any stage is reduced, each is: ARM before its last B or W, REDUCE after all other work of the rank."""
     reduced = any(action.kind in (Kind.ARM, Kind.REDUCE) for row in program.rows for action in row)
     for rank, row in enumerate(program.rows if reduced else ()):
         end = next((index for index, action in enumerate(row) if action.kind is Kind.REDUCE), len(row))
@@ -161,8 +186,8 @@ def _check_stage_reduction(program: Program, rank: int, stage: int) -> None:
         if Action(kind, stage) not in row:
             _fail(program, f"{Action(kind, stage)} is missing on rank {rank}, though the program reduces gradients")
     armed = row.index(Action(Kind.ARM, stage))
-    backwards = [index for index, action in enumerate(row) if action.kind is Kind.B and action.stage == stage]
-    ahead_of = sum(index > armed for index in backwards)
+    makes = [index for index, a in enumerate(row) if a.kind in WEIGHT_GRADIENT_KINDS and a.stage == stage]
+    ahead_of = sum(index > armed for index in makes)
     if ahead_of != 1:
         fault = f"{row[armed]} on rank {rank} stands ahead of {ahead_of} backwards of its stage, not of the last alone"
         _fail(program, fault, {(rank, armed)})

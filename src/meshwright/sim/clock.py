@@ -1,7 +1,8 @@
 """The clock: Program × costs → Timeline.
 
-A rank does one thing at a time. Sends are asynchronous: a transfer starts when the sending rank reaches it, and a
-boundary carries one transfer per direction at a time. A receive waits for the arrival.
+A rank does one thing at a time. Sends are asynchronous: a transfer starts when the sending rank reaches it, and the
+link from one rank to another carries one transfer at a time. A receive waits for the arrival. Stages of one rank hand
+over at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.core.errors import ProgramError
-from meshwright.core.program import RECV_KINDS, SEND_KINDS, Action, Kind, Program
+from meshwright.core.program import INPUT_GRADIENT_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, Program
 from meshwright.schedule.timeline import Event, Timeline
 from meshwright.schedule.walk import walk
 
@@ -22,22 +23,34 @@ class Costs(Protocol):
         """Seconds of one action of `kind` at `stage`, equal for all micro-batches.
 
         For SEND_F it is the transfer from `stage` to `stage + 1`, for SEND_B that to `stage − 1`. RECV is not asked.
+        I and W together are B.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Equal stages. The defaults are the textbook's: F=1, B=2, transfers free."""
+    """Equal stages. The defaults are the textbook's: F=1, B=2, of which I=1 and W=1, transfers free."""
 
     forward: float = 1
     backward: float = 2
     transfer: float = 0
+    weight_share: float = 0.5
+    """W's share of a backward; I takes the rest."""
 
     def duration_s(self, kind: Kind, stage: int) -> float:
-        if kind in SEND_KINDS:
-            return self.transfer
-        return {Kind.F: self.forward, Kind.B: self.backward}.get(kind, 0)
+        match kind:
+            case Kind.F:
+                return self.forward
+            case Kind.B:
+                return self.backward
+            case Kind.I:
+                return self.backward * (1 - self.weight_share)
+            case Kind.W:
+                return self.backward * self.weight_share
+            case Kind.SEND_F | Kind.SEND_B:
+                return self.transfer
+        return 0
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -59,7 +72,7 @@ class _Step:
 
     duration_s: float
     lane: int
-    """What is busy meanwhile: the rank, or for a SEND one direction of a boundary."""
+    """What is busy meanwhile: the rank, or for a SEND the link to the other rank."""
     source: list[float | None] | None
     """When the data it needs is at hand; None where it needs none from elsewhere."""
     sink: list[float | None] | None
@@ -71,8 +84,9 @@ class _Clock:
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.events: list[list[Event]] = [[] for _ in program.rows]
-        self._steps = _steps(program, costs)
-        self._free_s = [0.0] * (program.num_ranks + 2 * program.num_stages)
+        lanes = _lanes(program)
+        self._steps = _steps(program, costs, lanes)
+        self._free_s = [0.0] * (program.num_ranks + len(lanes))
 
     def attempt(self, rank: int, action: Action) -> bool:
         step = self._steps[action.stage][action.kind]
@@ -91,32 +105,41 @@ class _Clock:
         return True
 
 
-def _steps(program: Program, costs: Costs) -> list[dict[Kind, _Step]]:
+def _lanes(program: Program) -> dict[tuple[int, int], int]:
+    """(sending rank, receiving rank) → lane, for each link that the stages' boundaries use; behind the ranks' own."""
+    ranks = program.stage_ranks
+    ways = ((ranks[a], ranks[b]) for a in range(program.num_stages) if (b := program.next_stage(a)) is not None)
+    links = dict.fromkeys(link for way in ways for link in (way, way[::-1]))
+    return {link: program.num_ranks + index for index, link in enumerate(links)}
+
+
+def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) -> list[dict[Kind, _Step]]:
     """`[stage][kind]`. At the last stage the way turns round: its backward starts from its own forward."""
-    ranks, last = program.stage_ranks, program.num_stages - 1
-    inputs = [_unknown(program) for _ in program.stage_ranks]
-    gradients = [_unknown(program) for _ in program.stage_ranks]
+    ranks = program.stage_ranks
+    inputs = [_unknown(program) for _ in ranks]
+    gradients = [_unknown(program) for _ in ranks]
     bare = not any(action.kind in SEND_KINDS for row in program.rows for action in row)
     durations = _durations(program, costs)
 
     def steps(stage: int) -> dict[Kind, _Step]:
-        rank = ranks[stage]
-        lanes = {Kind.SEND_F: program.num_ranks + 2 * stage, Kind.SEND_B: program.num_ranks + 2 * stage + 1}
-        into = inputs[stage] if stage > 0 else None
-        up = inputs[stage + 1] if stage < last else None
-        down = gradients[stage - 1] if stage > 0 else None
-        up_direct = up if stage < last and (bare or ranks[stage + 1] == rank) else None
-        down_direct = down if stage > 0 and (bare or ranks[stage - 1] == rank) else None
+        rank, above, below = ranks[stage], program.next_stage(stage), program.previous_stage(stage)
+        into = None if below is None else inputs[stage]
+        up = None if above is None else inputs[above]
+        down = None if below is None else gradients[below]
+        to_above, to_below = (rank if to is None else ranks[to] for to in (above, below))
+        up_direct = up if bare or to_above == rank else None
+        down_direct = down if bare or to_below == rank else None
         flows: dict[Kind, tuple[list[float | None] | None, list[float | None] | None]] = {
-            Kind.F: (into, up_direct if stage < last else gradients[stage]),
-            Kind.B: (gradients[stage], down_direct),
+            Kind.F: (into, gradients[stage] if above is None else up_direct),
+            **dict.fromkeys(INPUT_GRADIENT_KINDS, (gradients[stage], down_direct)),
             Kind.SEND_F: (None, up),
             Kind.SEND_B: (None, down),
             Kind.RECV_F: (into, None),
             Kind.RECV_B: (gradients[stage], None),
         }
+        lane = {Kind.SEND_F: lanes.get((rank, to_above), rank), Kind.SEND_B: lanes.get((rank, to_below), rank)}
         return {
-            kind: _Step(durations[stage].get(kind, 0.0), lanes.get(kind, rank), *flows.get(kind, (None, None)))
+            kind: _Step(durations[stage].get(kind, 0.0), lane.get(kind, rank), *flows.get(kind, (None, None)))
             for kind in Kind
         }
 

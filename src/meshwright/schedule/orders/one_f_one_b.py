@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from meshwright.core.program import Action, Kind
 from meshwright.core.schedule import PipelineSize, Rows, Schedule, StageTimes
+from meshwright.schedule.rows import in_pairs
 
 
 def order(size: PipelineSize) -> Rows:
@@ -24,8 +25,7 @@ def order(size: PipelineSize) -> Rows:
         num_warmup = min(size.num_ranks - 1 - rank, size.num_micro_batches)
         forwards = [Action(Kind.F, rank, k) for k in range(size.num_micro_batches)]
         backwards = [Action(Kind.B, rank, k) for k in range(size.num_micro_batches)]
-        pairs = [action for pair in zip(forwards[num_warmup:], backwards) for action in pair]
-        return (*forwards[:num_warmup], *pairs, *backwards[size.num_micro_batches - num_warmup :])
+        return in_pairs(forwards, backwards, num_warmup)
 
     return tuple(row(rank) for rank in range(size.num_ranks))
 

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.core.program import Action, Kind, Program
-from meshwright.schedule.edges import Edge, edge_from
+from meshwright.schedule.edges import Edge, Edges
 from meshwright.schedule.unit_clock import unit_timeline
 
 
 def add_transfers(program: Program) -> Program:
-    """The program with a SEND and a RECV for each edge between two ranks.
+    """The program with a SEND and a RECV for each edge between two ranks; stages of one rank hand over without.
 
     Args:
         program: compute actions only.
@@ -47,11 +47,12 @@ def add_transfers(program: Program) -> Program:
 def _in_global_order(program: Program) -> list[tuple[int, int, Edge]]:
     """(sending rank, receiving rank, edge) of each edge between ranks."""
     found: list[tuple[tuple[float, bool, int], int, int, Edge]] = []
+    by_producer = Edges(program)
     for rank, row in enumerate(unit_timeline(program).events):
         for _, end, action in row:
-            edge = edge_from(action, program.num_stages)
+            edge = by_producer.out_of(action)
             if edge is not None and program.stage_ranks[edge.consumer.stage] != rank:
-                backward = action.kind is Kind.B
+                backward = action.kind is not Kind.F
                 key = (end, backward, action.stage if backward else -action.stage)
                 found.append((key, rank, program.stage_ranks[edge.consumer.stage], edge))
     found.sort(key=lambda item: item[0])
