@@ -15,7 +15,8 @@ Cell = tuple[str, int, str]
 def is_legal(table: Program) -> bool:
     """Whether the table computes all of one step and runs to its end, even where every send blocks."""
     oracle = _Oracle(table)
-    return oracle.cells_belong() and oracle.all_is_computed_once() and oracle.reduces_last() and oracle.runs()
+    counted = oracle.cells_belong() and oracle.all_is_computed_once()
+    return counted and oracle.reduces_last() and oracle.updates_with_its_own() and oracle.runs()
 
 
 class _Oracle:
@@ -35,14 +36,14 @@ class _Oracle:
         return all(
             0 <= stage < self.table.num_stages
             and self.table.stage_ranks[stage] == rank
-            and not (k and kind in ("ARM", "REDUCE"))
+            and (kind in ("ARM", "REDUCE")) == (k == "")
             for rank, row in enumerate(self.rows)
             for kind, stage, k in row
         )
 
     def all_is_computed_once(self) -> bool:
         """Compute actions and transfers, as a multiset."""
-        have = Counter(cell for row in self.rows for cell in row if cell[0] not in ("ARM", "REDUCE"))
+        have = Counter(cell for row in self.rows for cell in row if cell[0] not in ("ARM", "REDUCE", "UPDATE"))
         want: Counter[Cell] = Counter()
         ranks = self.table.stage_ranks
         for stage in range(self.table.num_stages):
@@ -69,8 +70,26 @@ class _Oracle:
                     return False
         return True
 
-    def runs(self) -> bool:
-        """Row by row as far as data allows; a transfer happens when both ranks stand at it."""
+    def updates_with_its_own(self) -> bool:
+        """Each update once, of all stages alike, behind its own micro-batches and ahead of later ones."""
+        numbers = []
+        for stage, rank in enumerate(self.table.stage_ranks):
+            row = self.rows[rank]
+            updates = [(int(k), at) for at, (kind, s, k) in enumerate(row) if (kind, s) == ("UPDATE", stage)]
+            makers = [(int(k), at) for at, (kind, s, k) in enumerate(row) if kind in ("B", "W") and s == stage]
+            if any((k <= number) != (at < place) for number, place in updates for k, at in makers):
+                return False
+            numbers.append(sorted(number for number, _ in updates))
+        if not any(numbers):
+            return True
+        if any(kind in ("ARM", "REDUCE") for row in self.rows for kind, _, _ in row):
+            return False
+        once = sorted({*numbers[0], self.table.num_micro_batches - 1})
+        return all(of_stage == once for of_stage in numbers)
+
+    def runs(self, blocking: bool = True) -> bool:
+        """Row by row as far as data allows; a transfer happens when both ranks stand at it, or when it is sent."""
+        self.blocking = blocking
         self.have: set[Cell] = set()
         self.at = [0] * len(self.rows)
         while any(self._step(rank) for rank in range(len(self.rows))):
@@ -82,7 +101,7 @@ class _Oracle:
 
     def _step(self, rank: int) -> bool:
         head = self._head(rank)
-        if head is None or head[0].startswith("RECV"):
+        if head is None or (self.blocking and head[0].startswith("RECV")):
             return False  # a receive is moved by its sender
         kind, stage, k = head
         if not self._needs(kind, stage, k) <= self.have:
@@ -90,10 +109,10 @@ class _Oracle:
         if kind.startswith("SEND"):
             to = stage + (1 if kind == "SEND_F" else -1)
             peer = self.table.stage_ranks[to]
-            if self._head(peer) != (kind.replace("SEND", "RECV"), to, k):
+            if self.blocking and self._head(peer) != (kind.replace("SEND", "RECV"), to, k):
                 return False
             self.have.add(("input" if kind == "SEND_F" else "gradient", to, k))
-            self.at[peer] += 1
+            self.at[peer] += self.blocking
         self._gives(kind, stage, k)
         self.at[rank] += 1
         return True
@@ -110,6 +129,8 @@ class _Oracle:
                 return {("F", stage, k)}
             case "SEND_B":
                 return {("back", stage, k)}
+            case "RECV_F" | "RECV_B":
+                return {("input" if kind == "RECV_F" else "gradient", stage, k)}
         return set()
 
     def _gives(self, kind: str, stage: int, k: str) -> None:
@@ -173,3 +194,8 @@ def _one(pick: random.Random, row: list[Action], kind: Kind) -> int:
 
 
 WAYS = ("drop", "double", "swap", "nudge", "move", "split", "split wrongly", "join", "renumber", "other rank")
+
+
+def runs_to_its_end(table: Program) -> bool:
+    """Whether all rows are carried out, whatever they hold, where sends don't block."""
+    return _Oracle(table).runs(blocking=False)

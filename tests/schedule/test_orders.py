@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.core.errors import InputError, ProgramError, UnsupportedError
-from meshwright.core.program import COMPUTE_KINDS, Action, Kind
+from meshwright.core.program import COMPUTE_KINDS, Action, Kind, Program
 from meshwright.core.schedule import PipelineSize, choices, looped, schedules
 from meshwright.core.strategy import Strategy
-from meshwright.schedule.build import build_program, forward_program, from_rows, order_program, program
+from meshwright.schedule.build import build_program, forward_program, order_program, program
 from meshwright.schedule.draw import text
 from meshwright.schedule.verify import verify
 from tests.schedule.sizes import Table, tables
@@ -88,6 +88,9 @@ PICTURES = {
     "zb-v": (2, 4),
     "dualpipe": (2, 4),
     "dualpipe-v": (2, 4),
+    "pipedream": (2, 4),
+    "pipedream-vertical-sync": (2, 4),
+    "pipedream-2bw": (2, 4),
 }
 """Size of the picture in each order's docstring: p, m, v."""
 
@@ -184,6 +187,11 @@ def test_a_size_without_a_timetable_names_the_nearest_one(table: tuple[str, int,
         verify(Table(table[0], changed, m, table[3]).build())
 
 
+def test_a_flushing_schedule_has_one_step_per_table() -> None:
+    with pytest.raises(ProgramError, match="ends with a flush, so there are no 2 steps in one table; take 1"):
+        program("1f1b", 2, 4, num_steps=2)
+
+
 def test_a_stage_must_stand_where_the_schedule_says() -> None:
     wrong = replace(schedules()["zb-v"], stage_ranks=looped)
     with pytest.raises(ProgramError, match="declares stage 2 on rank 0, but its order has it on rank 1"):
@@ -195,7 +203,7 @@ def test_one_stage_has_no_transfers() -> None:
     assert [str(action) for action in row] == ["F0@0", "B0@0", "F1@0", "ARM@0", "B1@0", "REDUCE@0"]
 
 
-@pytest.mark.parametrize("name", list(schedules()))
+@pytest.mark.parametrize("name", [name for name, found in schedules().items() if not found.is_asynchronous])
 def test_each_stage_is_armed_ahead_of_what_completes_its_gradients(name: str) -> None:
     built = program(name, 4, 6)
     for row in built.rows:
@@ -229,7 +237,7 @@ def test_strategy_names_its_program() -> None:
     assert build_program(strategy) == program("gpipe", 2, 4)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "pipedream"])
 def test_what_is_not_run_yet_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"`{name}` can be drawn and timed, not planned or run") as caught:
         build_program(Strategy(pp=2, schedule=name, num_micro_batches=4))
@@ -267,10 +275,11 @@ def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
 def test_stages_without_a_forward_are_refused() -> None:
     rows = ((Action(Kind.F, 0, 0), Action(Kind.F, 2, 0)),)
     with pytest.raises(ProgramError, match=r"stages \[1\] have no forward"):
-        from_rows("gap", rows)
+        Program.from_rows("gap", rows)
 
 
 def test_orders_hold_compute_only() -> None:
     for schedule in schedules().values():
         rows = schedule.order(schedule.size(4, 4))
-        assert {action.kind for row in rows for action in row} <= set(COMPUTE_KINDS)
+        updates = {Kind.UPDATE} if schedule.is_asynchronous else set()
+        assert {action.kind for row in rows for action in row} - set(COMPUTE_KINDS) == updates

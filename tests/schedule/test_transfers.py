@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.core.program import RECV_KINDS, SEND_KINDS, Action, Kind
-from meshwright.schedule.build import Rows, from_rows, program
+from meshwright.core.program import RECV_KINDS, SEND_KINDS, Action, Kind, Program
+from meshwright.core.schedule import Rows
+from meshwright.schedule.build import program
 from meshwright.schedule.edges import edges_between_ranks
 from meshwright.schedule.passes.transfers import add_transfers
 from meshwright.schedule.verify import verify
@@ -51,7 +52,7 @@ def random_order(placement: list[int], num_micro_batches: int, seed: int) -> Row
 def test_any_legal_order_becomes_a_program_that_verifies(
     placement: list[int], num_micro_batches: int, seed: int
 ) -> None:
-    bare = from_rows("random", random_order(placement, num_micro_batches, seed))
+    bare = Program.from_rows("random", random_order(placement, num_micro_batches, seed))
     built = add_transfers(bare)
     verify(built)
     compute = tuple(tuple(a for a in row if a.kind in (Kind.F, Kind.B)) for row in built.rows)
@@ -109,4 +110,4 @@ def test_an_order_that_waits_for_itself_is_refused() -> None:
         (Action(Kind.F, 1, 0), Action(Kind.B, 1, 0)),
     )
     with pytest.raises(Deadlock, match="rank 0 waits at B0@0, rank 1 waits at F0@1"):
-        add_transfers(from_rows("crossed", rows))
+        add_transfers(Program.from_rows("crossed", rows))

@@ -26,6 +26,8 @@ SCHEDULES = tuple(schedules())
 def built(name: str, reduce: bool = True) -> Program:
     """Three ranks, or two where the schedule needs an even number; two chunks where it may have several."""
     schedule = schedules()[name]
+    if schedule.is_asynchronous:
+        return program(name, 3, 3, reduce, num_steps=2)
     return program(name, 4 - schedule.num_directions, 4, reduce, num_chunks=schedule.chunks or 2)
 
 
@@ -180,6 +182,9 @@ def test_arm_too_early_is_caught() -> None:
         ("B0@0 F0@0", "B0@0 stands before F0@0"),
         ("F0@0 W0@0 I0@0", "W0@0 stands before I0@0"),
         ("F0@0 I0@0", "W0@0 is missing"),
+        ("F0@0 UPDATE0@0 B0@0", "UPDATE0@0 stands before B0@0"),
+        ("F0@0 B0@0 UPDATE@0", "there are 1 micro-batches"),
+        ("F0@0 ARM@0 B0@0 UPDATE0@0 REDUCE@0", "ARM and REDUCE beside UPDATE"),
         ("F0@0 W0@0", "I0@0 is missing"),
         ("F0@0 I0@0 W0@0 B0@0", "B0@0 and I0@0 stand both on rank 0; a backward is whole or split"),
         ("F0@0 B0@0 W0@0", "B0@0 and W0@0 stand both"),
@@ -194,6 +199,26 @@ def test_a_fault_in_a_split_backward_marks_its_cells() -> None:
     with pytest.raises(ProgramError) as caught:
         verify(hand_made("F0@0 W0@0 I0@0"))
     assert str(caught.value).splitlines()[1:] == ["r0: F0@0 [W0@0] [I0@0]"]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("F0@0 B0@0 UPDATE0@0 F1@0 B1@0", "UPDATE1@0 is missing on rank 0"),
+        ("F0@0 F1@0 B0@0 B1@0 UPDATE0@0 UPDATE1@0", "B1@0 stands before UPDATE0@0"),
+        ("F0@0 F1@0 B0@0 UPDATE1@0 B1@0", "UPDATE1@0 stands before B1@0"),
+    ],
+)
+def test_an_update_takes_in_what_it_should(row: str, fault: str) -> None:
+    with pytest.raises(ProgramError, match=fault):
+        verify(hand_made(row, num_micro_batches=2))
+
+
+def test_all_stages_update_after_the_same_micro_batches() -> None:
+    table = program("pipedream-2bw", 2, 2, num_steps=2)
+    row = [action for action in table.rows[1] if str(action) != "UPDATE1@1"]
+    with pytest.raises(ProgramError, match="UPDATE1@1 is missing on rank 1"):
+        verify(with_row(table, 1, row))
 
 
 def test_a_micro_batch_keeps_to_its_direction() -> None:

@@ -13,6 +13,8 @@ MeshwrightError            one clear line; the command line prints it and exits 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class MeshwrightError(Exception):
     """Base of all errors that are the user's to mend. The message is one line that teaches."""
@@ -39,7 +41,11 @@ class RuleError(MeshwrightError):
 
 
 class ProgramError(MeshwrightError):
-    """A pipeline table that cannot run."""
+    """A pipeline table that cannot run. `places` are the cells in question: (rank, index into its row)."""
+
+    def __init__(self, message: str, places: Iterable[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
 
 
 class CheckpointError(MeshwrightError):

@@ -6,7 +6,7 @@ Text form of an action: `{KIND}{micro_batch}@{stage}`, e.g. `F0@1`, `SEND_F0@1`,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshwright.core.errors import ProgramError
@@ -35,6 +35,9 @@ class Kind(StrEnum):
     """From here on this stage's gradient buckets may be reduced as soon as they are complete."""
     REDUCE = "REDUCE"
     """Reduce what is left of this stage's gradients, and wait for all of it."""
+    UPDATE = "UPDATE"
+    """Reduce this stage's gradients of all micro-batches since its last update, up to this one, and update its weights.
+    Only in tables that do not end with a step."""
 
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -49,7 +52,7 @@ _TEXT = re.compile(rf"({'|'.join(Kind)})(\d*)@(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One cell of a timetable. `micro_batch` is None for ARM and REDUCE."""
+    """One cell of a timetable. `micro_batch` is None for ARM and REDUCE; for UPDATE it is the last one it takes in."""
 
     kind: Kind
     stage: int
@@ -112,6 +115,51 @@ class Program:
         direction, share = stage // self.num_parts, self.num_micro_batches // self.num_directions
         return range(direction * share, (direction + 1) * share)
 
+    @classmethod
+    def from_rows(cls, name: str, rows: tuple[tuple[Action, ...], ...], num_directions: int = 1) -> Program:
+        """A program whose stages stand on the ranks whose rows have their forwards.
+
+        Raises ProgramError where a stage of the numbering has no forward.
+        """
+        ranks = {a.stage: rank for rank, row in enumerate(rows) for a in row if a.kind is Kind.F}
+        missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys())
+        if missing:
+            raise ProgramError(f"{name}: stages {missing} have no forward; every stage from 0 to the last needs one")
+        num_micro_batches = 1 + max(a.micro_batch or 0 for row in rows for a in row)
+        return cls(name, rows, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches, num_directions)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "table") -> Program:
+        """Inverse of :meth:`to_csv`. Empty cells are skipped, so that a timetable may show its idle time.
+
+        There are two directions where the first stage runs just half of the micro-batches.
+
+        Raises ProgramError, which names line and cell of what is no action.
+        """
+        rows = tuple(tuple(action for _, action in row) for row in read_cells(text, name))
+        table = cls.from_rows(name, rows)
+        entered = {a.micro_batch for row in rows for a in row if a.kind is Kind.F and a.stage == 0}
+        is_double = 2 * len(entered) == table.num_micro_batches and table.num_stages % 2 == 0
+        return replace(table, num_directions=2) if is_double else table
+
     def to_csv(self) -> str:
         """One line per rank, actions separated by commas."""
         return "\n".join(",".join(str(action) for action in row) for row in self.rows) + "\n"
+
+
+def read_cells(text: str, name: str) -> list[list[tuple[int, Action]]]:
+    """Per line, its actions with their cells, counted from 1.
+
+    Raises ProgramError, which starts with `name` and names line and cell of what is no action.
+    """
+    rows: list[list[tuple[int, Action]]] = []
+    for line, row in enumerate(text.rstrip().split("\n"), 1):
+        rows.append([])
+        for cell, written in enumerate(row.split(","), 1):
+            try:
+                rows[-1] += [(cell, Action.parse(written))] if written.strip() else []
+            except ProgramError as error:
+                raise ProgramError(f"{name}, line {line}, cell {cell}: {error}") from None
+        if not rows[-1]:
+            raise ProgramError(f"{name}, line {line}: no actions; every line is the row of a rank")
+    return rows

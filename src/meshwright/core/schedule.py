@@ -14,12 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 
-from meshwright.core.errors import InputError
-from meshwright.core.program import Action
+from meshwright.core.errors import InputError, ProgramError
+from meshwright.core.program import Action, Kind, Program
 
 FOLDER = "meshwright.schedule.orders"
 """The package whose modules each declare a `SCHEDULE`."""
+
+FILE_SUFFIX = ".csv"
+"""A name with this ending is the file of a user's own table."""
 
 Rows = tuple[tuple[Action, ...], ...]
 """One row of compute actions per pipeline rank."""
@@ -35,6 +39,13 @@ class PipelineSize:
     """m: per step and pipeline."""
     num_chunks: int = 1
     """v: stages of each rank (virtual stages)."""
+    num_steps: int = 1
+    """Steps that the table runs without a flush in between; their micro-batches are numbered through."""
+
+    @property
+    def num_in_all(self) -> int:
+        """Micro-batches of the table: of all its steps."""
+        return self.num_steps * self.num_micro_batches
 
     @property
     def num_stages(self) -> int:
@@ -100,17 +111,28 @@ class Schedule:
     """Why there is no timetable of a size, with the numbers and what to take instead; None: there is one."""
     is_offered: bool = True
     """Whether the planner looks at it unasked."""
+    is_asynchronous: bool = False
+    """Whether weights are updated while micro-batches are under way, by UPDATE in the rows, so that no step is flushed;
+    the order then makes tables of any number of steps."""
+    version: Callable[[PipelineSize, Action], int] | None = None
+    """Which weights a compute action uses: those that have seen so many updates of its stage. If `is_asynchronous`."""
+    num_versions: Callable[[PipelineSize, int], int] = lambda size, rank: 1
+    """Weights of so many versions a rank keeps at once, the latest among them."""
     num_slots: Callable[[PipelineSize], int] | None = None
     """Makespan on equal stages with free transfers, in units of one forward and backward of a stage, whatever the two
     take; None: time the program."""
     num_live: Callable[[PipelineSize, int], int] | None = None
     """Stages times micro-batches whose activations a rank holds at its peak, until nothing of their backward is left;
     of v chunks each is 1/v of the rank's layers. None: count them in the program."""
+    file: str | None = None
+    """The user's own table that it was read from; its program is verified before it is used."""
     further_s: Callable[[StageTimes, int], Sequence[float]] | None = None
     """Per stage, the seconds that all micro-batches (their number is given) after the first add at least before the
     stage ends: a lower bound, so that the planner times few programs. None: it times each."""
 
-    def size(self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> PipelineSize:
+    def size(
+        self, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None, num_steps: int = 1
+    ) -> PipelineSize:
         """What its timetable is made for. `num_chunks` may be left out: it is the schedule's own number, or 1.
 
         Raises InputError for a number of chunks that the schedule does not have.
@@ -121,7 +143,7 @@ class Schedule:
                 f"schedule `{self.name}` puts {stages} on a rank, but {num_chunks} chunks are asked for; take "
                 f"{self.chunks} chunk{'s' * (self.chunks > 1)}, or a schedule that has as many as it is told"
             )
-        return PipelineSize(num_ranks, num_micro_batches, num_chunks or self.chunks or 1)
+        return PipelineSize(num_ranks, num_micro_batches, num_chunks or self.chunks or 1, num_steps)
 
 
 def schedules() -> dict[str, Schedule]:
@@ -133,7 +155,13 @@ def schedules() -> dict[str, Schedule]:
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of that name. Raises InputError, which lists the names."""
+    """The schedule of that name, or the table in that file, if the name ends with `.csv`.
+
+    Raises InputError for a name that is not known, and lists those that are, or for a file that cannot be read;
+    ProgramError for a file that is no table.
+    """
+    if name.endswith(FILE_SUFFIX):
+        return own_schedule(name)
     found = schedules()
     if name not in found:
         raise InputError(f"schedule `{name}` is not known; {choices()}")
@@ -143,6 +171,46 @@ def find_schedule(name: str) -> Schedule:
 def choices() -> str:
     """`choose one of 1f1b, gpipe, ...`, for errors."""
     return f"choose one of {', '.join(schedules())}"
+
+
+def own_schedule(file: str) -> Schedule:
+    """A user's own table (:meth:`~meshwright.core.program.Program.from_csv`), good for exactly its own size.
+
+    The table holds compute actions alone, or everything that its ranks do. Raises InputError and ProgramError.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"schedule `{file}` cannot be read: {error}") from None
+    return _own_schedule(file, text)
+
+
+@lru_cache(maxsize=8)
+def _own_schedule(file: str, text: str) -> Schedule:
+    table = Program.from_csv(text, file)
+    if any(action.kind is Kind.UPDATE for row in table.rows for action in row):
+        raise ProgramError(f"{file}: UPDATE is not for tables from a file; write one step, without it")
+    num_chunks, rest = divmod(table.num_stages, table.num_ranks)
+    if rest or {table.stage_ranks.count(rank) for rank in range(table.num_ranks)} != {num_chunks}:
+        raise ProgramError(
+            f"{file}: {table.num_stages} stages on {table.num_ranks} ranks; every rank needs as many as the others"
+        )
+    size = PipelineSize(table.num_ranks, table.num_micro_batches, num_chunks)
+
+    def fault(asked: PipelineSize) -> str | None:
+        p, m = size.num_ranks, size.num_micro_batches
+        return None if asked == size else f"the file is for {p} ranks and {m} micro-batches; take these"
+
+    return Schedule(
+        name=file,
+        order=lambda asked: table.rows,
+        chunks=num_chunks,
+        num_directions=table.num_directions,
+        stage_ranks=lambda asked: table.stage_ranks,
+        fault=fault,
+        is_offered=False,
+        file=file,
+    )
 
 
 @lru_cache(maxsize=8)

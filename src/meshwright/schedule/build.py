@@ -4,40 +4,53 @@ from __future__ import annotations
 
 from meshwright.core.errors import ProgramError, UnsupportedError
 from meshwright.core.program import Action, Kind, Program
-from meshwright.core.schedule import PipelineSize, Rows, Schedule, find_schedule
+from meshwright.core.schedule import PipelineSize, Schedule, find_schedule
 from meshwright.core.strategy import Strategy
+from meshwright.schedule.own import complete
 from meshwright.schedule.passes.reductions import add_reductions
 from meshwright.schedule.passes.transfers import add_transfers
 
 
 def program(
-    name: str, num_ranks: int, num_micro_batches: int, reduce: bool = True, *, num_chunks: int | None = None
+    name: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    reduce: bool = True,
+    *,
+    num_chunks: int | None = None,
+    num_steps: int = 1,
 ) -> Program:
-    """The program of one training step.
+    """The program of one training step, or of several of an asynchronous schedule.
 
     Args:
-        name: a schedule, such as `naive`, `gpipe` or `1f1b`.
+        name: a schedule, such as `naive`, `gpipe` or `1f1b`, or the file of a table, such as `mine.csv`.
         num_ranks: pipeline ranks.
         num_micro_batches: micro-batches per step and pipeline.
-        reduce: add ARM and REDUCE; False for a step that only accumulates.
+        reduce: add ARM and REDUCE; False for a step that only accumulates. An UPDATE reduces by itself.
         num_chunks: stages of each rank; None: the schedule's own number, or 1.
+        num_steps: steps of the table (:mod:`meshwright.schedule.slices` cuts it).
 
     Raises:
         InputError: no such schedule, or one that has not as many chunks.
         ProgramError: a size below 1 or one that the schedule has no timetable for, or an order that cannot run.
     """
     schedule = find_schedule(name)
-    built = add_transfers(order_program(schedule, schedule.size(num_ranks, num_micro_batches, num_chunks)))
-    return add_reductions(built) if reduce else built
+    built = order_program(schedule, schedule.size(num_ranks, num_micro_batches, num_chunks, num_steps))
+    if schedule.file:
+        return complete(built, schedule.file, reduce)
+    built = add_transfers(built)
+    return add_reductions(built) if reduce and not schedule.is_asynchronous else built
 
 
 def order_program(schedule: Schedule, size: PipelineSize) -> Program:
     """A schedule's compute actions, without communication. Raises ProgramError for a size without a timetable."""
     _check_sizes(size)
     fault = schedule.fault and schedule.fault(size)
+    if size.num_steps > 1 and not schedule.is_asynchronous:
+        fault = f"it ends with a flush, so there are no {size.num_steps} steps in one table; take 1"
     if fault:
         raise ProgramError(f"schedule `{schedule.name}` has no timetable of this size: {fault}")
-    built = from_rows(schedule.name, schedule.order(size), schedule.num_directions)
+    built = Program.from_rows(schedule.name, schedule.order(size), schedule.num_directions)
     for stage, (stands, declared) in enumerate(zip(built.stage_ranks, schedule.stage_ranks(size), strict=False)):
         if stands != declared:
             raise ProgramError(
@@ -53,7 +66,9 @@ def build_program(strategy: Strategy) -> Program:
     Raises UnsupportedError for a schedule that has a timetable but is not run.
     """
     built = program(strategy.schedule, strategy.pp, strategy.num_micro_batches)
-    if built.num_stages > built.num_ranks or any(action.kind is Kind.I for row in built.rows for action in row):
+    if built.num_stages > built.num_ranks or any(
+        action.kind in (Kind.I, Kind.UPDATE) for row in built.rows for action in row
+    ):
         raise UnsupportedError(
             f"schedule `{strategy.schedule}` can be drawn and timed, not planned or run; take 1f1b, gpipe or naive"
         )
@@ -64,24 +79,16 @@ def forward_program(num_stages: int, num_micro_batches: int) -> Program:
     """Forward only, for evaluation; a rank holds one micro-batch's activations at a time."""
     _check_sizes(PipelineSize(num_stages, num_micro_batches))
     rows = tuple(tuple(Action(Kind.F, stage, k) for k in range(num_micro_batches)) for stage in range(num_stages))
-    return add_transfers(from_rows("forward", rows))
-
-
-def from_rows(name: str, rows: Rows, num_directions: int = 1) -> Program:
-    """A program of compute actions; a stage stands on the rank whose row has its forwards.
-
-    Raises ProgramError where a stage of the numbering has no forward.
-    """
-    ranks = {a.stage: rank for rank, row in enumerate(rows) for a in row if a.kind is Kind.F}
-    missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys())
-    if missing:
-        raise ProgramError(f"{name}: stages {missing} have no forward; every stage from 0 to the last needs one")
-    num_micro_batches = 1 + max(a.micro_batch or 0 for row in rows for a in row)
-    return Program(name, rows, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches, num_directions)
+    return add_transfers(Program.from_rows("forward", rows))
 
 
 def _check_sizes(size: PipelineSize) -> None:
-    sizes = {"ranks": size.num_ranks, "micro-batches": size.num_micro_batches, "chunks": size.num_chunks}
+    sizes = {
+        "ranks": size.num_ranks,
+        "micro-batches": size.num_micro_batches,
+        "chunks": size.num_chunks,
+        "steps": size.num_steps,
+    }
     for what, number in sizes.items():
         if number < 1:
             raise ProgramError(f"a pipeline of {number} {what}: at least 1 is needed")

@@ -6,9 +6,10 @@ r1: .  F0 F1 B0 B0 B1 B1 .  .
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.errors import ProgramError
 from meshwright.core.program import COMPUTE_KINDS, SEND_KINDS, Action, Kind, Program
 from meshwright.schedule.timeline import Event, Timeline
 from meshwright.schedule.unit_clock import unit_timeline
@@ -64,6 +65,12 @@ def table(program: Program, marked: Collection[tuple[int, int]] = ()) -> str:
         head, tail = ("… " if first else ""), (" …" if last + 1 < len(row) else "")
         lines.append(f"r{rank}: {head}{' '.join(cells)}{tail}")
     return "\n".join(lines)
+
+
+def refused(program: Program, fault: str, places: Iterable[tuple[int, int]] = ()) -> ProgramError:
+    """The error to raise for a table: one line, then the table with `places` marked."""
+    marked = set(places)
+    return ProgramError(f"{program.name}: {fault}\n{table(program, marked)}", marked)
 
 
 def figure(drawn: Program | Timeline) -> go.Figure:

@@ -15,6 +15,23 @@ def in_pairs(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup
     return (*forwards[:num_warmup], *pairs, *backwards[paired:])
 
 
+def one_forward_one_backward(stage: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
+    """Row of a rank with this one stage: 1F1B, min(p−1−stage, m) forwards ahead."""
+    forwards = [Action(Kind.F, stage, k) for k in range(num_micro_batches)]
+    backwards = [Action(Kind.B, stage, k) for k in range(num_micro_batches)]
+    return in_pairs(forwards, backwards, min(num_ranks - 1 - stage, num_micro_batches))
+
+
+def with_updates(row: Sequence[Action], every: int) -> tuple[Action, ...]:
+    """The row with an UPDATE of the stage behind the backward of every so many micro-batches."""
+    updated: list[Action] = []
+    for action in row:
+        updated.append(action)
+        if action.kind is Kind.B and ((action.micro_batch or 0) + 1) % every == 0:
+            updated.append(Action(Kind.UPDATE, action.stage, action.micro_batch))
+    return tuple(updated)
+
+
 class CountedRow:
     """A row that is written action by action: each takes the micro-batch that is next for its stage.
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
-from meshwright.core.errors import ProgramError
 from meshwright.core.program import (
     COMPUTE_KINDS,
     INPUT_GRADIENT_KINDS,
@@ -23,7 +22,7 @@ from meshwright.core.program import (
     Kind,
     Program,
 )
-from meshwright.schedule.draw import table
+from meshwright.schedule.draw import refused
 from meshwright.schedule.edges import Edge, edges, edges_between_ranks
 from meshwright.schedule.walk import Deadlock, walk
 
@@ -40,20 +39,36 @@ def verify(program: Program, backward: bool = True) -> None:
     Raises:
         ProgramError: the first fault found; one line, then the table with the cells in question marked.
     """
-    _check_cells(program)
-    places = _places(program)
+    places = verify_order(program, backward)
     crossing = tuple(edges_between_ranks(program))
-    _check_compute(program, places, backward)
     _check_transfers(program, places, crossing)
-    _check_dependencies(program, places, crossing)
+    for edge in crossing:
+        _check_before(program, places, edge.producer, edge.send)
+        _check_before(program, places, edge.recv, edge.consumer)
     _check_message_order(program, crossing)
     _check_reductions(program)
     try:
         walk(program, _Rendezvous(program))
     except Deadlock as deadlock:
-        raise ProgramError(
-            f"{deadlock} (sends block until received)\n{table(program, set(deadlock.waiting.items()))}"
-        ) from None
+        fault = f"{str(deadlock).removeprefix(f'{program.name}: ')} (sends block until received)"
+        raise refused(program, fault, deadlock.waiting.items()) from None
+
+
+def verify_order(program: Program, backward: bool = True) -> dict[Action, Place]:
+    """Prove that the compute actions are those of one step, each behind what its own rank must have done before.
+
+    Returns where each action stands. Raises ProgramError as :func:`verify` does.
+    """
+    _check_cells(program)
+    places = _places(program)
+    _check_compute(program, places, backward)
+    for action in places:
+        if action.kind in INPUT_GRADIENT_KINDS:
+            _check_before(program, places, Action(Kind.F, action.stage, action.micro_batch), action)
+        elif action.kind is Kind.W:
+            _check_before(program, places, Action(Kind.I, action.stage, action.micro_batch), action)
+    _check_updates(program, places)
+    return places
 
 
 def _check_cells(program: Program) -> None:
@@ -131,22 +146,29 @@ def _check_same(program: Program, needed: Collection[Action], places: dict[Actio
             _fail(program, f"{action} on rank {place[0]} has no purpose in this step", {place})
 
 
-def _check_dependencies(program: Program, places: dict[Action, Place], crossing: Iterable[Edge]) -> None:
-    """Within a row: F before its backward, I before W, producer before send, receive before consumer."""
+def _check_before(program: Program, places: dict[Action, Place], first: Action, second: Action) -> None:
+    """Of two actions of one rank."""
+    if places[first][1] > places[second][1]:
+        fault = f"{second} stands before {first} on rank {places[first][0]}, which it needs"
+        _fail(program, fault, {places[first], places[second]})
 
-    def before(first: Action, second: Action) -> None:
-        if places[first][1] > places[second][1]:
-            fault = f"{second} stands before {first} on rank {places[first][0]}, which it needs"
-            _fail(program, fault, {places[first], places[second]})
 
-    for action in places:
-        if action.kind in INPUT_GRADIENT_KINDS:
-            before(Action(Kind.F, action.stage, action.micro_batch), action)
-        elif action.kind is Kind.W:
-            before(Action(Kind.I, action.stage, action.micro_batch), action)
-    for edge in crossing:
-        before(edge.producer, edge.send)
-        before(edge.recv, edge.consumer)
+def _check_updates(program: Program, places: dict[Action, Place]) -> None:
+    """If any stage is updated, each is, after the same micro-batches and the last; with just their gradients in it."""
+    updates: list[list[Action]] = [[] for _ in program.stage_ranks]
+    for action in sorted((a for a in places if a.kind is Kind.UPDATE), key=lambda a: a.micro_batch or 0):
+        updates[action.stage].append(action)
+    everywhere = {update.micro_batch for of_stage in updates for update in of_stage}
+    if not everywhere:
+        return
+    for stage, of_stage in enumerate(updates):
+        needed = everywhere | {program.num_micro_batches - 1}
+        for k in sorted(needed - {update.micro_batch for update in of_stage}, key=lambda k: k or 0):
+            _fail(program, f"{Action(Kind.UPDATE, stage, k)} is missing on rank {program.stage_ranks[stage]}")
+    for maker in (a for a in places if a.kind in WEIGHT_GRADIENT_KINDS):
+        for update in updates[maker.stage]:
+            takes_in = (maker.micro_batch or 0) <= (update.micro_batch or 0)
+            _check_before(program, places, *((maker, update) if takes_in else (update, maker)))
 
 
 def _check_message_order(program: Program, crossing: Iterable[Edge]) -> None:
@@ -170,7 +192,10 @@ def _check_message_order(program: Program, crossing: Iterable[Edge]) -> None:
 
 def _check_reductions(program: Program) -> None:
     """If any stage is reduced, each is: ARM before its last B or W, REDUCE after all other work of the rank."""
-    reduced = any(action.kind in (Kind.ARM, Kind.REDUCE) for row in program.rows for action in row)
+    kinds = {action.kind for row in program.rows for action in row}
+    reduced = bool(kinds & {Kind.ARM, Kind.REDUCE})
+    if reduced and Kind.UPDATE in kinds:
+        _fail(program, "ARM and REDUCE beside UPDATE, which reduces what it takes in; leave one or the other out")
     for rank, row in enumerate(program.rows if reduced else ()):
         end = next((index for index, action in enumerate(row) if action.kind is Kind.REDUCE), len(row))
         for index in range(end, len(row)):
@@ -229,5 +254,4 @@ class _Rendezvous:
 
 
 def _fail(program: Program, fault: str, places: Iterable[Place] = ()) -> NoReturn:
-    """One line, then the table with `places` marked."""
-    raise ProgramError(f"{program.name}: {fault}\n{table(program, set(places))}")
+    raise refused(program, fault, places)

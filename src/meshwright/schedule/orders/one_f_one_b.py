@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from meshwright.core.program import Action, Kind
 from meshwright.core.schedule import PipelineSize, Rows, Schedule, StageTimes
-from meshwright.schedule.rows import in_pairs
+from meshwright.schedule.rows import one_forward_one_backward
 
 
 def order(size: PipelineSize) -> Rows:
@@ -20,14 +19,8 @@ def order(size: PipelineSize) -> Rows:
 
     Stage r stands on rank r and holds at most min(p−r, m) micro-batches' activations.
     """
-
-    def row(rank: int) -> tuple[Action, ...]:
-        num_warmup = min(size.num_ranks - 1 - rank, size.num_micro_batches)
-        forwards = [Action(Kind.F, rank, k) for k in range(size.num_micro_batches)]
-        backwards = [Action(Kind.B, rank, k) for k in range(size.num_micro_batches)]
-        return in_pairs(forwards, backwards, num_warmup)
-
-    return tuple(row(rank) for rank in range(size.num_ranks))
+    p, m = size.num_ranks, size.num_micro_batches
+    return tuple(one_forward_one_backward(rank, p, m) for rank in range(p))
 
 
 def further_s(times: StageTimes, num_micro_batches: int) -> list[float]:
