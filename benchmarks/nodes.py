@@ -19,9 +19,9 @@ from dataclasses import dataclass
 INTERFACE = "between"
 """Name of the link's end in either node."""
 _CLONE_NEWNET = 0x40000000
-_BURST_BYTES = 256 * 1024
+BURST_KIB = 256
 """More than the largest packet that TCP hands down (64 KiB), or the shaper would have to cut it."""
-_QUEUE_MS = 100
+QUEUE_MS = 100
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,13 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def two_nodes(mbit_per_s: float | None) -> Iterator[tuple[int, int]]:
+def two_nodes(
+    mbit_per_s: float | None, burst_kib: int = BURST_KIB, queue_ms: int = QUEUE_MS
+) -> Iterator[tuple[int, int]]:
     """Two processes, each in a network of its own, joined by a link of that speed in either direction (None: unshaped).
+
+    What comes faster waits in a queue: of `burst_kib` it is let through at once, and what would wait for longer than
+    `queue_ms` is dropped.
 
     Yields their process ids, for :func:`enter`. On leaving, both networks are gone.
     """
@@ -66,7 +71,7 @@ def two_nodes(mbit_per_s: float | None) -> Iterator[tuple[int, int]]:
             for name in ("lo", INTERFACE):
                 _run(*inside, "ip", "link", "set", name, "up")
             if mbit_per_s is not None:
-                shape = ("tbf", "rate", f"{mbit_per_s:g}mbit", "burst", str(_BURST_BYTES), "latency", f"{_QUEUE_MS}ms")
+                shape = ("tbf", "rate", f"{mbit_per_s:g}mbit", "burst", f"{burst_kib}kb", "latency", f"{queue_ms}ms")
                 _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *shape)
         yield pids
 

@@ -246,6 +246,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     link = parser.add_mutually_exclusive_group()
     link.add_argument("--mbit", type=float, default=200.0, help="speed of the link, Mbit/s in either direction")
     link.add_argument("--unshaped", dest="mbit", action="store_const", const=None)
+    parser.add_argument("--burst-kib", type=int, default=nodes.BURST_KIB, help="of the shaper: sent at once")
+    parser.add_argument("--queue-ms", type=int, default=nodes.QUEUE_MS, help="of the shaper: longer waits are drops")
     clip = parser.add_mutually_exclusive_group()
     clip.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm, on all sides")
     clip.add_argument("--no-clip", dest="clip", action="store_const", const=None)
@@ -258,7 +260,7 @@ def main() -> None:
         raise SystemExit(f"slow_link: {reason}")
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with nodes.two_nodes(options.mbit) as pids:
+    with nodes.two_nodes(options.mbit, options.burst_kib, options.queue_ms) as pids:
         task = Task(
             SIZES[options.size], tuple(options.contenders), options.turns, options.clip, options.bucket_mib, pids
         )
