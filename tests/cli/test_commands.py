@@ -12,7 +12,7 @@ import typer
 from meshwright import cli
 from meshwright.cli.main import Command, build_app, find_commands, main
 
-WITHOUT_TORCH = ("plan", "show")
+WITHOUT_TORCH = ("plan", "show", "timeline")
 COMMANDS = find_commands()
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree
 
 from meshwright.core.program import Kind
 from meshwright.schedule.build import program
 from meshwright.schedule.draw import chrome_trace, figure, table, text
+from meshwright.schedule.svg import svg
 from meshwright.sim.clock import UnitCosts, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_timeline_is_drawn_in_its_own_time() -> None:
@@ -25,6 +29,16 @@ def test_unit_costs_draw_the_same_text_as_the_program() -> None:
 
 def test_a_wide_table_is_cut() -> None:
     assert text(program("gpipe", 2, 3), max_cells=4).splitlines() == ["r0: F0 F1 F2 .  …", "r1: .  F0 F1 F2 …"]
+
+
+def test_a_table_is_cut_to_a_width() -> None:
+    built = program("zb-v", 2, 12)
+    for max_columns in (9, 24, 79, 80, 81):
+        lines = text(built, max_columns=max_columns).splitlines()
+        assert max(map(len, lines)) <= max_columns
+        cells = [line.removesuffix(" …").split()[1:] for line in lines]
+        assert len(cells[0]) == len(cells[1]) == (max_columns - 5) // 5 or max_columns == 9
+    assert text(built, max_columns=10_000) == text(built)
 
 
 def test_rows_align_from_ten_micro_batches_and_ranks_on() -> None:
@@ -50,6 +64,43 @@ def test_figure_has_one_bar_per_action() -> None:
     assert set(forward.text) == {str(k) for k in range(8)}
     assert drawing.layout.title.text == "1f1b: bubble 27.3% of 33 s"
     assert figure(program("1f1b", 4, 8)).layout.title.text == "1f1b: bubble 27.3% of 33 slots"
+
+
+def test_split_backwards_have_bars_of_their_own() -> None:
+    drawing = figure(program("zb-h1", 2, 3))
+    assert {trace.name: len(trace.x) for trace in drawing.data} == {
+        "forward": 6,
+        "input gradient": 6,
+        "weight gradient": 6,
+    }
+
+
+def bars(picture: str) -> list[ElementTree.Element]:
+    """Rectangles that carry an action."""
+    return [rect for rect in ElementTree.fromstring(picture).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+
+
+def test_picture_has_one_bar_per_action_where_and_as_long_as_it_runs() -> None:
+    built = program("interleaved-1f1b", 2, 4, num_chunks=2)
+    found = bars(svg(built))
+    assert len(found) == 2 * 2 * 4 * 2
+    titles = {rect.find(f"{SVG}title").text: rect for rect in found}
+    first, backward = titles["F0@0: 0 to 1"], titles["B0@2: 6 to 8"]
+    assert (float(first.get("x")), float(first.get("width"))) == (64, 26)
+    assert (float(backward.get("x")), float(backward.get("width"))) == (64 + 6 * 26, 2 * 26)
+    assert first.get("y") == backward.get("y") != titles["F0@1: 1 to 2"].get("y")
+    assert first.get("fill-opacity") != titles["F0@2: 2 to 3"].get("fill-opacity")
+    shown = [element.text for element in ElementTree.fromstring(svg(built)).iter(f"{SVG}text")]
+    assert {"rank 0", "rank 1", "0a", "3b", "forward (F)", "backward (B)", "slots"} <= set(shown)
+    assert "interleaved-1f1b: bubble 11.1% of 27 slots" in shown
+
+
+def test_picture_in_seconds_stays_inside_its_frame() -> None:
+    timeline = simulate(program("1f1b", 3, 200), UnitCosts(forward=0.001, backward=0.002))
+    picture = svg(timeline)
+    width = float(ElementTree.fromstring(picture).get("width"))
+    assert max(float(rect.get("x")) + float(rect.get("width")) for rect in bars(picture)) <= width <= 6100
+    assert " s</text>" in picture
 
 
 def test_trace_holds_work_and_transfers_of_every_rank() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.drawing import timetable, trace_text, write_files
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted
-from meshwright.core.values import write_text, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from meshwright.core.plan import Plan
     from meshwright.core.strategy import Strategy
     from meshwright.planner.price import Forecast, Pricer
-
-MAX_TIMETABLE_RANKS = 16
-CELL_WIDTH = 3
 
 
 def show_command(
@@ -50,11 +47,7 @@ def show_command(
     console.print(_timetable(plan.strategy, console.width), highlight=False, soft_wrap=True)
     if plan.why:
         console.print(plan.why, highlight=False)
-    for path, what, content in drawn:
-        if path is not None:
-            with writing(path):
-                write_text(path, content(plan, pricer))
-            console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)
+    write_files(console, ((path, what, partial(content, plan, pricer)) for path, what, content in drawn))
 
 
 def _html(plan: Plan, pricer: Pricer) -> str:
@@ -73,10 +66,8 @@ def _html(plan: Plan, pricer: Pricer) -> str:
 
 
 def _trace(plan: Plan, pricer: Pricer) -> str:
-    """One process per pipeline rank, in microseconds."""
-    from meshwright.schedule.draw import chrome_trace
-
-    return json.dumps(chrome_trace(pricer.timeline(plan.strategy)))
+    """The step as the clock sees it."""
+    return trace_text(pricer.timeline(plan.strategy))
 
 
 def _csv(plan: Plan, _: Pricer) -> str:
@@ -138,10 +129,5 @@ def _timetable(strategy: Strategy, width: int) -> str:
     """The unit grid (F=1, B=2), cut to the width and to the first ranks."""
     from meshwright.planner.price import is_long
     from meshwright.schedule.build import build_program
-    from meshwright.schedule.draw import text
 
-    if is_long(strategy):
-        return f"{_cells(strategy)}: too many to draw"
-    lines = text(build_program(strategy), max_cells=max(1, width // CELL_WIDTH - 2)).splitlines()
-    hidden = len(lines) - MAX_TIMETABLE_RANKS
-    return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {counted(hidden, 'more rank')}"] if hidden > 0 else [])])
+    return f"{_cells(strategy)}: too many to draw" if is_long(strategy) else timetable(build_program(strategy), width)

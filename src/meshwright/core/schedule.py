@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 
 from meshwright.core.errors import InputError, ProgramError
 from meshwright.core.program import Action, Kind, Program
+from meshwright.core.values import read_text
 
 FOLDER = "meshwright.schedule.orders"
 """The package whose modules each declare a `SCHEDULE`."""
@@ -126,6 +126,8 @@ class Schedule:
     of v chunks each is 1/v of the rank's layers. None: count them in the program."""
     file: str | None = None
     """The user's own table that it was read from; its program is verified before it is used."""
+    only_size: PipelineSize | None = None
+    """The one size that such a table is good for."""
     further_s: Callable[[StageTimes, int], Sequence[float]] | None = None
     """Per stage, the seconds that all micro-batches (their number is given) after the first add at least before the
     stage ends: a lower bound, so that the planner times few programs. None: it times each."""
@@ -178,11 +180,7 @@ def own_schedule(file: str) -> Schedule:
 
     The table holds compute actions alone, or everything that its ranks do. Raises InputError and ProgramError.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"schedule `{file}` cannot be read: {error}") from None
-    return _own_schedule(file, text)
+    return _own_schedule(file, read_text(file))
 
 
 @lru_cache(maxsize=8)
@@ -210,6 +208,7 @@ def _own_schedule(file: str, text: str) -> Schedule:
         fault=fault,
         is_offered=False,
         file=file,
+        only_size=size,
     )
 
 

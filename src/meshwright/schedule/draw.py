@@ -17,25 +17,32 @@ from meshwright.schedule.unit_clock import unit_timeline
 if TYPE_CHECKING:
     import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-_COLORS = {Kind.F: "#4C78A8", Kind.B: "#F58518", Kind.I: "#E45756", Kind.W: "#72B7B2", Kind.REDUCE: "#54A24B"}
-_NAMES = {
+COLORS = {Kind.F: "#4C78A8", Kind.B: "#F58518", Kind.I: "#E45756", Kind.W: "#72B7B2", Kind.REDUCE: "#54A24B"}
+NAMES = {
     Kind.F: "forward",
     Kind.B: "backward",
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
     Kind.REDUCE: "reduce",
 }
+"""What is drawn in time, in words."""
 _TABLE_MARGIN = 5
 _TABLE_RANKS = 16
 
 
-def text(drawn: Program | Timeline, tick_s: float | None = None, max_cells: int | None = None) -> str:
+def text(
+    drawn: Program | Timeline,
+    tick_s: float | None = None,
+    max_cells: int | None = None,
+    max_columns: int | None = None,
+) -> str:
     """The timetable as lines of text, one per rank.
 
     Args:
         drawn: a program is drawn on the unit grid (F=I=W=1, B=2), a timeline in its own time.
         tick_s: seconds of one cell; by default the shortest compute action. A cell shows what runs at its middle.
         max_cells: cut rows after so many cells, with `…`.
+        max_columns: cut them so that no line is wider, where at least one cell fits.
 
     Stages of a rank that has several are told apart by letters: a, b, c, ...
     """
@@ -43,8 +50,11 @@ def text(drawn: Program | Timeline, tick_s: float | None = None, max_cells: int 
     computed = [[event for event in row if event.action.kind in COMPUTE_KINDS] for row in timeline.events]
     tick = tick_s or min((e.end_s - e.start_s for row in computed for e in row if e.end_s > e.start_s), default=1.0)
     num_cells = round(max((e.end_s for row in computed for e in row), default=0.0) / tick)
+    letters = stage_letters(timeline.program)
     shown = num_cells if max_cells is None else min(num_cells, max_cells)
-    letters = _stage_letters(timeline.program)
+    if max_columns is not None:
+        width = max((len(label(event.action, letters)) for row in computed for event in row), default=1)
+        shown = min(shown, max(1, (max_columns - len(f"r{len(computed) - 1}: …")) // (width + 1)))
     grid = [_cells(row, tick, shown, letters) for row in computed]
     return _lines(grid, "…" if shown < num_cells else "")
 
@@ -78,8 +88,8 @@ def figure(drawn: Program | Timeline) -> go.Figure:
     import plotly.graph_objects as go
 
     timeline = drawn if isinstance(drawn, Timeline) else unit_timeline(drawn)
-    letters = _stage_letters(timeline.program)
-    bars = [_bars(timeline, kind, letters) for kind in _COLORS]
+    letters = stage_letters(timeline.program)
+    bars = [_bars(timeline, kind, letters) for kind in COLORS]
     drawing = go.Figure([go.Bar(**bar) for bar in bars if bar["y"]])
     unit, axis = ("s", "seconds") if isinstance(drawn, Timeline) else ("slots", "slots (forward 1, backward 2)")
     drawing.update_layout(
@@ -126,11 +136,11 @@ def _bars(timeline: Timeline, kind: Kind, letters: dict[int, str]) -> dict[str, 
     found = [
         (rank, event) for rank, event in _events(timeline) if event.action.kind is kind and event.end_s > event.start_s
     ]
-    labels = [_label(event.action, letters).removeprefix(kind) for _, event in found]
+    labels = [label(event.action, letters).removeprefix(kind) for _, event in found]
     return {
         "orientation": "h",
-        "name": _NAMES[kind],
-        "marker": {"color": _COLORS[kind], "line": {"color": "white", "width": 1}},
+        "name": NAMES[kind],
+        "marker": {"color": COLORS[kind], "line": {"color": "white", "width": 1}},
         "y": [f"rank {rank}" for rank, _ in found],
         "base": [event.start_s for _, event in found],
         "x": [event.end_s - event.start_s for _, event in found],
@@ -146,7 +156,7 @@ def _events(timeline: Timeline) -> Iterator[tuple[int, Event]]:
     return ((rank, event) for rank, row in enumerate(timeline.events) for event in row)
 
 
-def _stage_letters(program: Program) -> dict[int, str]:
+def stage_letters(program: Program) -> dict[int, str]:
     """Stage → letter by its place on its rank; empty letters where every rank has one stage."""
     if program.num_stages == program.num_ranks:
         return dict.fromkeys(range(program.num_stages), "")
@@ -154,7 +164,8 @@ def _stage_letters(program: Program) -> dict[int, str]:
     return {stage: chr(ord("a") + ranks[:stage].count(rank)) for stage, rank in enumerate(ranks)}
 
 
-def _label(action: Action, letters: dict[int, str]) -> str:
+def label(action: Action, letters: dict[int, str]) -> str:
+    """`F3`, or `F3b` on a rank's second stage."""
     return f"{action.kind}{'' if action.micro_batch is None else action.micro_batch}{letters[action.stage]}"
 
 
@@ -163,7 +174,7 @@ def _cells(row: list[Event], tick: float, num_cells: int, letters: dict[int, str
     cells = ["."] * num_cells
     for start, end, action in row:
         for cell in range(max(0, round(start / tick)), min(num_cells, round(end / tick))):
-            cells[cell] = _label(action, letters)
+            cells[cell] = label(action, letters)
     return cells
 
 

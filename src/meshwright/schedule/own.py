@@ -7,10 +7,10 @@ mine.csv     F0@0,F1@0,B0@0,B1@0          line 1 is rank 0; idle time may be sho
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from meshwright.core.errors import ProgramError
 from meshwright.core.program import COMPUTE_KINDS, Kind, Program, read_cells
+from meshwright.core.values import read_text
 from meshwright.schedule.draw import refused
 from meshwright.schedule.passes.reductions import add_reductions
 from meshwright.schedule.passes.transfers import add_transfers
@@ -58,6 +58,6 @@ def _in_file(error: ProgramError, written: Program, file: str) -> ProgramError:
     fault = fault.removeprefix(f"{written.name}: ")
     if not error.places:
         return ProgramError(f"{file}: {fault}")
-    cells = read_cells(Path(file).read_text(encoding="utf-8"), file)
+    cells = read_cells(read_text(file), file)
     rank, index = min(error.places)
     return ProgramError(f"{file}, line {rank + 1}, cell {cells[rank][index][0]}: {fault}", error.places)

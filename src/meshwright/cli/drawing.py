@@ -1,0 +1,44 @@
+"""What the commands that draw timetables share: text as wide as the terminal, and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.core.units import counted
+from meshwright.core.values import write_text, writing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.core.program import Program
+    from meshwright.schedule.timeline import Timeline
+
+MAX_TIMETABLE_RANKS = 16
+
+
+def timetable(drawn: Program | Timeline, width: int) -> str:
+    """The rows of the first ranks, cut to the width."""
+    from meshwright.schedule.draw import text
+
+    lines = text(drawn, max_columns=width).splitlines()
+    hidden = len(lines) - MAX_TIMETABLE_RANKS
+    return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {counted(hidden, 'more rank')}"] if hidden > 0 else [])])
+
+
+def trace_text(timeline: Timeline) -> str:
+    """The file for ui.perfetto.dev: one process per pipeline rank, in microseconds."""
+    from meshwright.schedule.draw import chrome_trace
+
+    return json.dumps(chrome_trace(timeline))
+
+
+def write_files(console: Console, files: Iterable[tuple[Path | None, str, Callable[[], str]]]) -> None:
+    """Write each (path, what it is, its text) that has a path, and say so."""
+    for path, what, content in files:
+        if path is not None:
+            with writing(path):
+                write_text(path, content())
+            console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)

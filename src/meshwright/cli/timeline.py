@@ -1,0 +1,184 @@
+"""`meshwright timeline`: the timetable of any schedule, its bubble, and what each rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.drawing import MAX_TIMETABLE_RANKS, timetable, trace_text, write_files
+from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.units import counted, format_time
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from meshwright.core.plan import Plan
+    from meshwright.core.program import Program
+    from meshwright.core.schedule import PipelineSize, Schedule
+    from meshwright.schedule.timeline import Timeline
+    from meshwright.sim.clock import Costs
+
+DEFAULT_RANKS, DEFAULT_MICRO_BATCHES = 4, 8
+LETTERS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def timeline_command(
+    schedule: Annotated[str, typer.Argument(metavar="SCHEDULE", help="A schedule, or FILE.csv: a table of your own.")],
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-p", help="Pipeline ranks; else the plan's or file's, or 4.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option("--micro-batches", "-m", help="Micro-batches per step; else as many, or 8.")
+    ] = None,
+    chunks: Annotated[int | None, typer.Option("--chunks", "-v", help="Stages of each rank.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps, of a schedule that does not flush between them.")] = 1,
+    cost: Annotated[Path | None, typer.Option(metavar="PLAN", help="Time it with the costs of this plan.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw it into this picture.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Not there: pictures are SVG.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write it here, for ui.perfetto.dev.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the program here, one line of actions per rank.")] = None,
+) -> None:
+    """Draw the timetable of a schedule, with its bubble and what each rank holds."""
+    from meshwright.core.plan import Plan
+    from meshwright.core.schedule import find_schedule
+    from meshwright.report.tables import report_console
+    from meshwright.schedule.svg import svg as svg_text
+
+    if png is not None:
+        raise UnsupportedError(f"{png}: no PNG is written; take --svg, and a converter such as rsvg-convert")
+    found, plan = find_schedule(schedule), Plan.load(cost) if cost else None
+    size = _size(found, plan, (ranks, micro_batches, chunks), steps)
+    drawn = _drawn(found, size, plan)
+    console = report_console()
+    console.print(drawn.title(), style="bold", highlight=False)
+    console.print(timetable(drawn.shown, console.width), highlight=False, soft_wrap=True)
+    console.print(_ranks_table(drawn))
+    console.print(_summary(drawn), highlight=False)
+    write_files(
+        console,
+        (
+            (svg, "picture", lambda: svg_text(drawn.shown)),
+            (trace, "trace", lambda: trace_text(drawn.timeline)),
+            (csv, "program", drawn.program.to_csv),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A timetable in time."""
+
+    schedule: Schedule
+    size: PipelineSize
+    program: Program
+    timeline: Timeline
+    in_seconds: bool
+
+    @property
+    def shown(self) -> Program | Timeline:
+        """What drawings take: a program where the unit is a slot."""
+        return self.timeline if self.in_seconds else self.program
+
+    def time(self, amount: float) -> str:
+        return format_time(amount) if self.in_seconds else f"{amount:g}"
+
+    def title(self) -> str:
+        """What is drawn, and what the letters mean."""
+        size = self.size
+        steps = f", {size.num_steps} steps" if size.num_steps > 1 else ""
+        chunks = f", {size.num_chunks} stages each" if size.num_chunks > 1 else ""
+        kinds = {action.kind for row in self.program.rows for action in row}
+        letters = ", ".join(f"{letter} {name}" for letter, name in LETTERS.items() if letter in kinds)
+        cell = "the shortest action" if self.in_seconds else "one slot"
+        return (
+            f"{self.schedule.name}: {counted(size.num_ranks, 'rank')}{chunks} × "
+            f"{counted(size.num_micro_batches, 'micro-batch', 'micro-batches')}{steps} "
+            f"({letters}, . idle; one cell is {cell})"
+        )
+
+
+def _size(
+    schedule: Schedule, plan: Plan | None, asked: tuple[int | None, int | None, int | None], num_steps: int
+) -> PipelineSize:
+    """As asked; else as in the plan, or as the file is; else the defaults. Raises InputError where that is too much."""
+    from meshwright.planner.price import MAX_CELLS
+
+    ranks, micro_batches, chunks = asked
+    if plan:
+        ranks, micro_batches = ranks or plan.strategy.pp, micro_batches or plan.strategy.num_micro_batches
+    if only := schedule.only_size:
+        ranks, micro_batches = ranks or only.num_ranks, micro_batches or only.num_micro_batches
+    size = schedule.size(
+        DEFAULT_RANKS if ranks is None else ranks,
+        DEFAULT_MICRO_BATCHES if micro_batches is None else micro_batches,
+        chunks,
+        num_steps,
+    )
+    if size.num_stages * size.num_in_all > MAX_CELLS:
+        cells = f"{counted(size.num_stages, 'stage')} × {counted(size.num_in_all, 'micro-batch', 'micro-batches')}"
+        raise InputError(f"{cells} are too many to draw; take at most {MAX_CELLS:,} cells")
+    return size
+
+
+def _drawn(schedule: Schedule, size: PipelineSize, plan: Plan | None) -> _Drawn:
+    from meshwright.schedule.build import program
+    from meshwright.sim.clock import UnitCosts, simulate
+
+    built = program(
+        schedule.name, size.num_ranks, size.num_micro_batches, num_chunks=size.num_chunks, num_steps=size.num_steps
+    )
+    costs = _plan_costs(plan, built) if plan else UnitCosts()
+    return _Drawn(schedule, size, built, simulate(built, costs), plan is not None)
+
+
+def _plan_costs(plan: Plan, built: Program) -> Costs:
+    """What the plan's stages take. Raises UnsupportedError where the program's stages are others."""
+    from meshwright.core.program import Kind
+    from meshwright.planner.price import Pricer
+
+    stages = plan.strategy.pp
+    if built.num_ranks != stages:
+        raise InputError(
+            f"the plan's costs are of {counted(stages, 'rank')}, not of {built.num_ranks}; take -p {stages}"
+        )
+    split = any(action.kind is Kind.W for row in built.rows for action in row)
+    if built.num_stages != stages or split:
+        raise UnsupportedError(
+            f"`{built.name}`: the costs of a plan are of one stage per rank and of whole backwards; "
+            "leave --cost out, or take 1f1b, gpipe or naive"
+        )
+    return Pricer(plan.model, plan.cluster, plan.job).step_costs(plan.strategy)
+
+
+def _ranks_table(drawn: _Drawn) -> Table:
+    """What each rank does and holds."""
+    from meshwright.report.tables import plain_table
+    from meshwright.schedule.liveness import peak_live, peak_live_until_input
+
+    live, until_input = peak_live(drawn.program), peak_live_until_input(drawn.program)
+    columns = {"rank": range(drawn.program.num_ranks), "busy": map(drawn.time, drawn.timeline.busy_s)}
+    columns |= {"idle": (f"{bubble:.1%}" for bubble in drawn.timeline.rank_bubbles), "peak live": live}
+    if live != until_input:
+        columns["until input gradient"] = until_input
+    if drawn.schedule.is_asynchronous:
+        columns["versions of weights"] = (drawn.schedule.num_versions(drawn.size, r) for r in range(len(live)))
+    table = plain_table(None)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in list(zip(*columns.values(), strict=True))[:MAX_TIMETABLE_RANKS]:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _summary(drawn: _Drawn) -> str:
+    """Makespan, bubble, and the unit of `peak live`."""
+    timeline, size = drawn.timeline, drawn.size
+    unit = "" if drawn.in_seconds else " slots (F 1, I 1, W 1, B 2; transfers free)"
+    of = "a rank" if size.num_chunks == 1 else f"one of a rank's {size.num_chunks} stages"
+    return (
+        f"makespan {drawn.time(timeline.makespan_s)}{unit}, bubble {timeline.bubble_fraction:.1%}; "
+        f"peak live: micro-batches times the activations of {of}"
+    )
