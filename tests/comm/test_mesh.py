@@ -26,6 +26,19 @@ def test_groups_are_the_lines_of_the_grid():
     assert groups["world"] == (tuple(range(16)),)
 
 
+def test_ends_and_mirrors_of_a_pipeline_are_where_its_stages_stand():
+    """Stages that go down and up again end where they began; with two directions ranks hold the same in pairs."""
+    assert m.axis_groups(D2T2P4, pp_ends=(0, 0))["pp_ends"] == tuple((rank,) for rank in groups_order(D2T2P4))
+    assert m.axis_groups(D2T2P4, pp_ends=(2, 1))["pp_ends"][:3] == ((4, 8), (0,), (12,))
+    assert m.axis_groups(D2T2P4, pp_mirrored=True)["pp_mirror"][:3] == ((0, 12), (4, 8), (1, 13))
+    assert m.axis_groups(D2T2P4)["pp_mirror"][:2] == ((0,), (4,))
+
+
+def groups_order(sizes):
+    """Ranks, one pipeline after the other."""
+    return [rank for line in m.axis_groups(sizes)["pp"] for rank in line]
+
+
 @pytest.mark.parametrize("kv_replicas", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [D2T2P4, {"pp": 1, "dp": 3, "tp": 4}, {"pp": 2, "dp": 1, "tp": 4}])
 def test_every_rank_stands_in_one_group_of_each_axis(sizes, kv_replicas):
@@ -92,6 +105,7 @@ def test_each_axis_reaches_its_ranks(ranks):
         "tp": [4, 5, 6, 7],
         "tp_kv": [6, 7],
         "pp_ends": [2, 6],
+        "pp_mirror": [6],
         "world": list(range(8)),
     }
     inner = ranks(seen, 3, {"pp": 3}, 1)[1]

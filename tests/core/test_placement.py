@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from meshwright.core.axes import ALL_AXES, MESH_ORDER, PP, PP_ENDS, TP, TP_KV, coordinates_of, rank_of
-from meshwright.core.flat import make_buckets
+from meshwright.core.axes import ALL_AXES, MESH_ORDER, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, coordinates_of, rank_of
+from meshwright.core.flat import make_buckets, rank_buckets
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement, placements
 from meshwright.core.sources import load_model
@@ -45,6 +45,42 @@ def test_every_element_is_owned_once_and_held(layout: tuple[int, int], family: s
     for _, placement in _everywhere(spec, strategy):
         owned[placement.name][placement.box.slices] += placement.owned
     assert all((count == 1).all() for count in owned.values())
+
+
+FURTHER = {"zb-v": 4, "dualpipe": 4, "dualpipe-v": 4, "bfs": 4}
+"""Schedule → ranks of a pipeline, with two stages on each."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", FURTHER)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_with_several_stages_per_rank_every_element_is_owned_once(schedule: str, tied: bool, tp: int) -> None:
+    spec = _spec("qwen3", tied).model_copy(update={"num_layers": 9})
+    strategy = Strategy(tp=tp, pp=FURTHER[schedule], schedule=schedule, num_chunks=2 if schedule == "bfs" else 1)
+    owned = {param.name: np.zeros(param.shape, dtype=int) for param in spec.parameters()}
+    for _, placement in _everywhere(spec, strategy):
+        owned[placement.name][placement.box.slices] += placement.owned
+    assert all((count == 1).all() for count in owned.values())
+
+
+def test_a_tied_embedding_is_held_once_where_both_ends_stand_on_one_rank() -> None:
+    spec = _spec("qwen3", tied=True).model_copy(update={"num_layers": 8})
+    folded = Strategy(pp=4, schedule="zb-v")
+    held = [(at[PP], p) for at, p in _everywhere(spec, folded) if p.name == "embedding.weight"]
+    assert [(rank, p.stages, p.sum_over) for rank, p in held] == [(0, (0, 7), ())]
+    looped = Strategy(pp=4, schedule="bfs", num_chunks=2)
+    held = [(at[PP], p) for at, p in _everywhere(spec, looped) if p.name == "embedding.weight"]
+    assert [(rank, p.stages, p.sum_over) for rank, p in held] == [(0, (0,), (PP_ENDS,)), (3, (7,), (PP_ENDS,))]
+
+
+def test_of_two_directions_mirrored_ranks_hold_the_same_and_lay_it_out_alike() -> None:
+    spec, strategy = _spec("qwen3", tied=True), Strategy(pp=4, tp=4, schedule="dualpipe")
+    for rank, index in product(range(4), range(4)):
+        held, mirrored = (rank_buckets(spec, strategy, {PP: at, "dp": 0, TP: index}) for at in (rank, 3 - rank))
+        for one, other in zip(held, mirrored, strict=True):
+            assert PP_MIRROR in one.sum_over
+            assert one.sum_over == other.sum_over
+            assert [(s.placement.key, s.start) for s in one.slots] == [(s.placement.key, s.start) for s in other.slots]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

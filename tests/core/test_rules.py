@@ -37,6 +37,27 @@ BROKEN = {
         {},
         r"\[3, 2\] for pp=2 and 4 layers",
     ),
+    "pp-chunks": (
+        2,
+        {"pp": 2, "num_micro_batches": 12, "num_chunks": 2},
+        {},
+        {},
+        "num_chunks=2 with schedule=1f1b, which puts 1 stage on a rank",
+    ),
+    "pp-timetable": (
+        2,
+        {"pp": 2, "num_micro_batches": 3, "micro_batch_size": 4, "schedule": "dualpipe"},
+        {},
+        {},
+        "schedule=dualpipe: two directions need an even number of micro-batches, not 3; take 2 or 4",
+    ),
+    "zero-schedule": (
+        4,
+        {"pp": 2, "dp": 2, "num_micro_batches": 6, "schedule": "zb-h1", "zero": 2},
+        {},
+        {},
+        "zero=2 with schedule=zb-h1, which splits backwards",
+    ),
     "batch": (2, {"dp": 2, "num_micro_batches": 5}, {}, {}, "= 10 sequences.*12"),
     "zero-choice": (
         2,
@@ -118,6 +139,26 @@ def test_nearest_legal_is_legal(rule: str) -> None:
     assert near is not None
     assert violations(near, spec, cluster, job) == []
     assert near.world_size == cluster.num_devices
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ({"pp": 2, "schedule": "bfs", "num_chunks": 3}, "pp=2 × 3 stages per rank = 6 is more than the 4 layers"),
+        ({"pp": 2, "schedule": "zb-v", "layers_per_stage": (2, 2)}, r"\[2, 2\] for pp=2 × 2 stages per rank = 4"),
+        ({"pp": 2, "schedule": "dualpipe", "layers_per_stage": (1, 1, 1, 1)}, r"\[1, 1, 1, 1\] for pp=2 and 4 layers"),
+        ({"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2, "num_micro_batches": 6}, "which has two directions"),
+        ({"pp": 2, "schedule": "pipedream"}, "schedule=pipedream updates weights while micro-batches are under way"),
+        ({"pp": 2, "schedule": "interleaved-1f1b", "num_micro_batches": 5, "num_chunks": 2}, "5 micro-batches on 2"),
+    ],
+)
+def test_rules_of_pipelines_count_parts_and_micro_batches(strategy: dict[str, Any], words: str) -> None:
+    split = {"num_micro_batches": 12, **strategy}
+    batch = split["num_micro_batches"] * split.get("dp", 1)
+    given, spec, cluster, job = _case(split["pp"] * split.get("dp", 1), split, {}, {"global_batch_size": batch})
+    with pytest.raises(RuleError, match=words) as raised:
+        check(given, spec, cluster, job)
+    assert "nearest legal" in str(raised.value)
 
 
 def test_when_no_split_is_legal_the_error_says_so() -> None:

@@ -22,8 +22,8 @@ from meshwright.cost.latency import (
     TimeTerm,
     boundaries_s,
     optimizer_s,
+    rank_ends_s,
     stage_costs,
-    stage_ends_s,
     step_terms,
     step_time,
 )
@@ -154,7 +154,7 @@ def test_the_ends_of_a_pipeline_and_its_boundaries():
         assert (route(PP_ENDS, make_model(), strategy, machines).inter is not None) == leaves
         for stage in range(pp - 1):
             crosses = any(column[stage] // per_node != column[stage + 1] // per_node for column in columns)
-            assert boundary_link(stage, strategy, machines) == (INTER if crosses else INTRA)
+            assert boundary_link(stage, stage + 1, strategy, machines) == (INTER if crosses else INTRA)
 
 
 # --- the pipeline --------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_equal_stages_take_the_published_closed_form(schedule):
     for p, m in product(range(1, 7), (1, 2, 3, 4, 8, 13)):
         costs = stages([1.0] * p, [2.0] * p, [0.0] * (p - 1))
         strategy = Strategy(pp=p, num_micro_batches=m, schedule=schedule)
-        ends_s = stage_ends_s(costs, strategy)
+        ends_s = rank_ends_s(costs, strategy)
         seconds = makespan_s(schedule, p, m, 1, 2)
         assert ends_s == pytest.approx([seconds - 2 * stage for stage in range(p)])
         step = step_time(costs, strategy, ends_s)
@@ -191,7 +191,7 @@ def test_the_closed_form_is_a_close_lower_bound_on_the_clock(schedule):
         strategy = Strategy(pp=p, num_micro_batches=m, schedule=schedule)
         timeline = simulate(program(schedule, p, m), costs)
         clock = [max(e.end_s for e in row if e.action.kind in COMPUTE_KINDS) for row in timeline.events]
-        closed = stage_ends_s(costs, strategy)
+        closed = rank_ends_s(costs, strategy)
         assert all(bound <= end * (1 + 1e-9) for bound, end in zip(closed, clock, strict=True))
         ratios.append(closed[0] / clock[0])
     assert min(ratios) > 0.75
@@ -208,7 +208,7 @@ def test_the_clock_asks_for_the_durations_of_the_table():
 def test_one_micro_batch_goes_there_and_back():
     costs = stages([1.0, 1.0, 1.0], [2.0, 3.0, 2.0], [0.5, 0.25])
     for schedule in ("naive", "gpipe", "1f1b"):
-        ends = stage_ends_s(costs, Strategy(pp=3, schedule=schedule))
+        ends = rank_ends_s(costs, Strategy(pp=3, schedule=schedule))
         assert ends == pytest.approx([11.5, 9.0, 5.75])
 
 
@@ -259,7 +259,7 @@ def costs_of(strategy: Strategy, machines: ClusterSpec, spec: ModelSpec | None =
 
 def time_of(strategy: Strategy, machines: ClusterSpec) -> StepTime:
     costs = costs_of(strategy, machines)
-    return step_time(costs, strategy, stage_ends_s(costs, strategy))
+    return step_time(costs, strategy, rank_ends_s(costs, strategy))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -326,7 +326,7 @@ def test_terms_add_up_to_the_step(schedule):
     )
     machines = cluster(4, 4)
     costs = costs_of(strategy, machines)
-    time = step_time(costs, strategy, stage_ends_s(costs, strategy))
+    time = step_time(costs, strategy, rank_ends_s(costs, strategy))
     terms = step_terms(costs, strategy, time)
     assert sum(term.seconds for term in terms) == pytest.approx(time.total_s)
     assert min(term.seconds for term in terms) >= 0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshwright.core.axes import DP_ACROSS, DP_NODE, PP_ENDS, TP_KV
+from meshwright.core.axes import DP_ACROSS, DP_NODE, PP_ENDS, PP_MIRROR, TP_KV
 from tests.house.source import Module, modules, modules_among
 
 LEVELS = {
@@ -99,7 +99,7 @@ def test_one_door_to_the_network() -> None:
 
 def test_one_place_spells_the_names_of_sub_axes() -> None:
     """The degrees `dp`, `tp`, `pp` are fields of a strategy too; the others are names of axes and nothing else."""
-    names = {DP_NODE, DP_ACROSS, TP_KV, PP_ENDS}
+    names = {DP_NODE, DP_ACROSS, TP_KV, PP_ENDS, PP_MIRROR}
     wrong = [
         f"{module.name} spells `{node.value}`"
         for module in modules()

@@ -29,13 +29,18 @@ MODELS: dict[str, ModelSpec] = {
     "deep": qwen3(name="tiny-deep", num_heads=8, num_kv_heads=2, num_layers=8, ffn_size=16),
 }
 
+FURTHER_SCHEDULES = ("interleaved-1f1b v2", "bfs v2", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
+"""Several stages per rank (v: as many as a strategy says), split backwards, two directions."""
+MET_BY_FURTHER_SCHEDULES = ("tp", "zero", "recompute")
+"""The factors that they are paired with; with all there would be too many layouts to test."""
+
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "dp": tuple(range(1, MAX_RANKS + 1)),
     "tp": tuple(range(1, MAX_RANKS + 1)),
     "pp": tuple(range(1, MAX_RANKS + 1)),
     "zero": ZERO_STAGES,
-    "schedule": ("naive", "gpipe", "1f1b"),
+    "schedule": (*("naive", "gpipe", "1f1b"), *FURTHER_SCHEDULES),
     "num_micro_batches": (1, 2, 3, 4, 5),
     "micro_batch_size": (1, 2),
     "recompute": ("none", "full"),
@@ -51,28 +56,48 @@ def stage_list(case: Case) -> tuple[int, ...] | None:
     """Layers of each stage: None leaves the split to the strategy; otherwise the last stage takes all extra ones."""
     if case["stages"] == "even":
         return None
-    stages = case["pp"]
+    stages = strategy_of(case).num_parts
     return (1,) * (stages - 1) + (MODELS[case["model"]].num_layers - stages + 1,)
+
+
+def strategy_of(case: Case) -> Strategy:
+    """Its degrees, schedule, micro-batches and ZeRO stage: all that decides whether it is legal for a model."""
+    schedule, _, chunks = case["schedule"].partition(" v")
+    names = ("dp", "tp", "pp", "num_micro_batches")
+    zero = {"zero": int(case["zero"][0]), "keep_gathered": "kept" in case["zero"]}
+    return Strategy(schedule=schedule, num_chunks=int(chunks or 1), **zero, **{name: case[name] for name in names})
 
 
 def plan_of(case: Case, precision: str = "fp64") -> Plan:
     """The plan of a case."""
-    split = {factor: value for factor, value in case.items() if factor not in ("model", "stages", "zero")}
-    zero = {"zero": int(case["zero"][0]), "keep_gathered": "kept" in case["zero"]}
-    return make_plan(MODELS[case["model"]], layers_per_stage=stage_list(case), precision=precision, **zero, **split)
+    chosen = strategy_of(case).model_dump(exclude_unset=True)
+    split = {factor: case[factor] for factor in ("micro_batch_size", "recompute", "bucket_bytes")}
+    layers = stage_list(case)
+    return make_plan(MODELS[case["model"]], layers_per_stage=layers, precision=precision, **split, **chosen)
 
 
 def legal_cases() -> list[Case]:
     """All combinations that no rule forbids, in a fixed order."""
     names = list(FACTORS)
     rest = [dict(zip(names[4:], values, strict=True)) for values in product(*(FACTORS[name] for name in names[4:]))]
-    cases = []
+    cases: list[Case] = []
+    legal: dict[tuple[Any, ...], bool] = {}
     for model, dp, tp, pp in product(*(FACTORS[name] for name in names[:4])):
         if dp * tp * pp > MAX_RANKS or not _is_legal(MODELS[model], dp, tp, pp):
             continue
         degrees = {"model": model, "dp": dp, "tp": tp, "pp": pp}
-        cases += [{**degrees, **other} for other in rest if pp > 1 or other["stages"] == "even"]
+        here = ({**degrees, **other} for other in rest if pp > 1 or other["stages"] == "even")
+        cases += [case for case in here if case["schedule"] not in FURTHER_SCHEDULES or _is_legal_order(case, legal)]
     return cases
+
+
+def _is_legal_order(case: Case, known: dict[tuple[Any, ...], bool]) -> bool:
+    """Whether the schedule can be had here; remembered, since most factors don't matter."""
+    key = tuple(case[factor] for factor in ("model", "pp", "schedule", "num_micro_batches", "zero"))
+    if key not in known:
+        split = strategy_of({**case, "dp": 1, "tp": 1})
+        known[key] = not violations(split, MODELS[case["model"]], *make_job(split))
+    return known[key]
 
 
 def _is_legal(model: ModelSpec, dp: int, tp: int, pp: int) -> bool:
@@ -86,7 +111,9 @@ def pairs_of(case: Case) -> Iterator[tuple[Any, ...]]:
     yield "degrees", case["dp"], case["tp"], case["pp"]
     common = [(factor, value) for factor, value in case.items() if factor not in DEGREES or value <= 4]
     for (a, x), (b, y) in combinations(common, 2):
-        yield a, x, b, y
+        other = b if a == "schedule" else a
+        if case["schedule"] not in FURTHER_SCHEDULES or "schedule" not in (a, b) or other in MET_BY_FURTHER_SCHEDULES:
+            yield a, x, b, y
 
 
 def work(case: Case) -> float:

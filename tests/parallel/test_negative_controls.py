@@ -14,13 +14,18 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
+from meshwright.core.program import Action
 from meshwright.parallel.apply import ParallelModel
+from meshwright.parallel.census import ActivationCensus
+from meshwright.parallel.data import GradientReducer
+from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.states import FlatStates
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import Mismatch, find_mismatch
 from meshwright.train.optimizer import FlatOptimizer, Shard
 from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
 from tests.parallel.mutations import Mutation, counted_again, every, replaced, tokens_times, without
+from tests.pool import RanksFailed
 
 LLAMA = llama(num_layers=2)
 QWEN3 = qwen3(num_layers=2)
@@ -84,6 +89,28 @@ def _keeps_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: [*right(self), *right(self)]
 
 
+def _forgets_the_last(right: Callable[..., Any]) -> Callable[..., Any]:
+    def weight_gradients(self: StageRunner, step: Any, action: Action) -> None:
+        if action.micro_batch == len(step.micro_batches) - 1:
+            step.products[action.stage, action.micro_batch].clear()
+        right(self, step, action)
+
+    return weight_gradients
+
+
+def _only_the_last_stage(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, stages: right(self, {max(stages)})
+
+
+def _does_not_see_products(right: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: ActivationCensus) -> ActivationCensus:
+        right(self)
+        self._products.keep = lambda tensor: None
+        return self
+
+    return enter
+
+
 D2, T2, T4, P2 = {"dp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "num_micro_batches": 2}
 
 CONTROLS = {
@@ -106,6 +133,29 @@ CONTROLS = {
     ),
     "sum of tied embeddings": Control(
         without("pp_ends", "all_reduce", "gradients"), QWEN3, P2, "gradient", r"embedding.weight"
+    ),
+    # Stages of a pipeline.
+    "weight gradients of the last micro-batch": Control(
+        replaced(StageRunner, "_weight_gradients", _forgets_the_last), LLAMA, {**P2, "schedule": "zb-h1"}, "gradient"
+    ),
+    "buckets that go with the backward of one stage": Control(
+        replaced(GradientReducer, "_expect", _only_the_last_stage),
+        LLAMA,
+        {**D2, "schedule": "zb-v", "bucket_bytes": 25 * 2**20},
+        "gradient norm",
+    ),
+    "sum over both copies of a stage": Control(
+        without("pp_mirror", "all_reduce", "gradients"), LLAMA, {**P2, "schedule": "dualpipe"}, "gradient"
+    ),
+    "norm with both copies of a stage": Control(
+        counted_again(lambda p: True), LLAMA, {**P2, "schedule": "dualpipe"}, "norm"
+    ),
+    "what waits for weight gradients is not counted": Control(
+        replaced(ActivationCensus, "__enter__", _does_not_see_products),
+        LLAMA,
+        {**P2, "schedule": "zb-h1"},
+        "memory",
+        r"activations",
     ),
     # Adjoints inside layers. What lies in front of the fault differs, what lies behind it does not.
     "adjoint at the head": Control(_no_backward_sum(0), LLAMA, T2, "gradient", r"embedding.weight"),
@@ -187,6 +237,20 @@ def test_the_same_layouts_pass_as_they_are(ranks: Callable[..., list[Mismatch | 
     for plan in dict.fromkeys(control.plan.to_toml() for control in CONTROLS.values()):
         world = Plan.from_toml(plan).strategy.world_size
         assert ranks(mismatch_on_rank, world, None, plan, timeout_s=120) == [None] * world
+
+
+def reduced_in_part(rank: int, world: int, plan: str) -> None:
+    """Two steps in which the second stage of a rank is never reduced."""
+    parsed = Plan.from_toml(plan)
+    with pytest.MonkeyPatch.context() as patch:
+        right = GradientReducer.finish
+        patch.setattr(GradientReducer, "finish", lambda self, stage: right(self, stage) if stage == 0 else None)
+        find_mismatch(parsed, make_mesh(parsed))
+
+
+def test_a_stage_that_is_never_reduced_is_noticed(ranks: Callable[..., list[None]]) -> None:
+    with pytest.raises(RanksFailed, match="after it was reduced"):
+        ranks(reduced_in_part, 2, make_plan(LLAMA, dp=2, schedule="zb-v").to_toml(), timeout_s=60)
 
 
 def seen_by_one(rank: int, world: int, plan: str) -> Mismatch | None:

@@ -237,10 +237,16 @@ def test_strategy_names_its_program() -> None:
     assert build_program(strategy) == program("gpipe", 2, 4)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "pipedream"])
-def test_what_is_not_run_yet_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"`{name}` can be drawn and timed, not planned or run") as caught:
-        build_program(Strategy(pp=2, schedule=name, num_micro_batches=4))
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe"])
+def test_strategy_of_any_schedule_names_its_program(name: str) -> None:
+    assert build_program(Strategy(pp=2, schedule=name, num_micro_batches=4)) == program(name, 2, 4)
+    looped = Strategy(pp=2, schedule="bfs", num_chunks=3, num_micro_batches=4)
+    assert build_program(looped) == program("bfs", 2, 4, num_chunks=3)
+
+
+def test_an_asynchronous_schedule_is_not_run_yet() -> None:
+    with pytest.raises(UnsupportedError, match="`pipedream` can be drawn and timed, not planned or run") as caught:
+        build_program(Strategy(pp=2, schedule="pipedream", num_micro_batches=4))
     assert "\n" not in str(caught.value)
 
 

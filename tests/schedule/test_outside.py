@@ -127,7 +127,7 @@ def test_the_fullest_stage_is_found_wherever_it_stands(add_file) -> None:
     add_file("late", LAST_FIRST.replace("order=order", "order=order, num_live=lambda size, rank: 1 + rank"))
     pricer = Pricer(make_model(num_layers=4), make_cluster(1, 4), Job(seq_length=32, global_batch_size=4))
     found = {
-        name: list(pricer.memory_by_stage(Strategy(pp=4, schedule=name, num_micro_batches=4)))
+        name: list(pricer.memory_by_rank(Strategy(pp=4, schedule=name, num_micro_batches=4)))
         for name in ("last-first", "1f1b")
     }
     assert found == {"last-first": [0, 2, 3], "1f1b": [0, 1, 3]}

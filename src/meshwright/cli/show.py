@@ -15,6 +15,7 @@ from meshwright.core.units import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from meshwright.core.measures import MemoryBreakdown
     from meshwright.core.plan import Plan
     from meshwright.core.strategy import Strategy
     from meshwright.planner.price import Forecast, Pricer
@@ -37,10 +38,10 @@ def show_command(
         raise InputError(f"{file}: {_cells(plan.strategy)} are too many to draw or to write; plan larger micro-batches")
     pricer = Pricer(plan.model, plan.cluster, plan.job)
     forecast = pricer.simulate(pricer.forecast(plan.strategy))
-    stages = {f"stage {stage}": memory for stage, memory in pricer.memory_by_stage(plan.strategy).items()}
+    held = _held(plan, pricer)
     console = report_console()
     console.print(_plan_table(plan))
-    console.print(memory_table(stages, "Memory of a rank at the peak of a step (fullest stage of each kind)"))
+    console.print(memory_table(held, "Memory of a rank at the peak of a step (fullest stage of each kind)"))
     console.print(traffic_table(forecast.traffic, f"What rank {forecast.rank} sends in a step"))
     console.print(_time_table(forecast, pricer))
     console.print("Timetable of one pipeline (F forward, B backward, . idle; one cell is one forward)", style="bold")
@@ -56,13 +57,22 @@ def _html(plan: Plan, pricer: Pricer) -> str:
     from meshwright.schedule.draw import figure
 
     forecast = pricer.forecast(plan.strategy)
-    stages = {f"stage {stage}": memory for stage, memory in pricer.memory_by_stage(plan.strategy).items()}
     figures = (
-        memory_figure(stages, plan.cluster.usable_memory_bytes),
+        memory_figure(_held(plan, pricer), plan.cluster.usable_memory_bytes),
         traffic_figure({f"rank {forecast.rank}": forecast.traffic}),
         figure(pricer.timeline(plan.strategy)),
     )
     return page(figures, f"{plan.model.name} on {plan.cluster.name}")
+
+
+def _held(plan: Plan, pricer: Pricer) -> dict[str, MemoryBreakdown]:
+    """Memory of the fullest pipeline rank of each kind, named by its stages."""
+
+    def name(rank: int) -> str:
+        stages = plan.strategy.rank_stages(rank)
+        return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+    return {name(rank): memory for rank, memory in pricer.memory_by_rank(plan.strategy).items()}
 
 
 def _trace(plan: Plan, pricer: Pricer) -> str:
@@ -121,7 +131,7 @@ def _time_table(forecast: Forecast, pricer: Pricer) -> Table:
 
 
 def _cells(strategy: Strategy) -> str:
-    stages = counted(strategy.pp, "stage")
+    stages = counted(strategy.pp * strategy.stages_per_rank, "stage")
     return f"{stages} × {counted(strategy.num_micro_batches, 'micro-batch', 'micro-batches')}"
 
 

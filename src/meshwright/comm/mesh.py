@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -33,6 +33,7 @@ from meshwright.core.axes import (
     MESH_ORDER,
     PP,
     PP_ENDS,
+    PP_MIRROR,
     TP,
     TP_KV,
     WORLD,
@@ -145,6 +146,8 @@ class Mesh:
         *,
         kv_replicas: int = 1,
         dp_local: int | None = None,
+        pp_ends: tuple[int, int] | None = None,
+        pp_mirrored: bool = False,
         ledger: Ledger | None = None,
         shared_memory: bool = True,
     ) -> Mesh:
@@ -154,6 +157,8 @@ class Mesh:
             sizes: axis → number of ranks; axes that are left out have one.
             kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
             dp_local: consecutive ranks of a dp group that share a node (axes `dp_node`, `dp_across`); None: all.
+            pp_ends: pipeline ranks that hold the two ends of the model (axis `pp_ends`); None: the first and the last.
+            pp_mirrored: whether the ranks r and p−1−r of a pipeline hold the same stages (axis `pp_mirror`).
             ledger: where calls are counted; a new one by default.
             shared_memory: CPU ranks of one host reduce and gather through shared memory, not sockets.
 
@@ -167,7 +172,7 @@ class Mesh:
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         transports: dict[tuple[int, ...], Transport] = {}
         axes = {}
-        for name, lines in axis_groups(full, kv_replicas, dp_local).items():
+        for name, lines in axis_groups(full, kv_replicas, dp_local, pp_ends, pp_mirrored).items():
             _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
             group = groups[ranks]
@@ -191,14 +196,23 @@ class Mesh:
             raise InputError(f"`{axis}` is not an axis of the mesh; it has {', '.join(self.axes)}") from None
 
 
-def axis_groups(sizes: Mapping[str, int], kv_replicas: int = 1, dp_local: int | None = None) -> dict[str, Groups]:
+def axis_groups(
+    sizes: Mapping[str, int],
+    kv_replicas: int = 1,
+    dp_local: int | None = None,
+    pp_ends: tuple[int, int] | None = None,
+    pp_mirrored: bool = False,
+) -> dict[str, Groups]:
     """Axis → all its groups. Every rank stands in exactly one group of each axis."""
     groups = {axis: _lines(axis, sizes) for axis in MESH_ORDER}
     local = dp_local or sizes[DP]
     groups[DP_NODE] = tuple(part for line in groups[DP] for part in _parts(line, local))
     groups[DP_ACROSS] = tuple(line[at::local] for line in groups[DP] for at in range(local))
     groups[TP_KV] = tuple(part for line in groups[TP] for part in _parts(line, kv_replicas))
-    groups[PP_ENDS] = tuple(part for line in groups[PP] for part in _ends(line))
+    ends = pp_ends or (0, sizes[PP] - 1)
+    mirrored = [(at, sizes[PP] - 1 - at) for at in range((sizes[PP] + 1) // 2)] if pp_mirrored else []
+    groups[PP_ENDS] = tuple(part for line in groups[PP] for part in _paired(line, [ends]))
+    groups[PP_MIRROR] = tuple(part for line in groups[PP] for part in _paired(line, mirrored))
     groups[WORLD] = (tuple(range(prod(sizes[axis] for axis in MESH_ORDER))),)
     return groups
 
@@ -217,11 +231,11 @@ def _parts(line: tuple[int, ...], size: int) -> Groups:
     return tuple(line[at : at + size] for at in range(0, len(line), size))
 
 
-def _ends(line: tuple[int, ...]) -> Groups:
-    """First and last stage together; every inner stage by itself."""
-    if len(line) < 3:
-        return (line,)
-    return ((line[0], line[-1]), *((rank,) for rank in line[1:-1]))
+def _paired(line: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> Groups:
+    """The ranks at these positions together; every other rank by itself."""
+    together = [tuple(line[at] for at in sorted(set(pair))) for pair in pairs]
+    paired = {rank for group in together for rank in group}
+    return (*together, *((rank,) for rank in line if rank not in paired))
 
 
 def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None) -> dict[str, int]:

@@ -28,12 +28,15 @@ TP_KV = "tp_kv"
 """The ranks of one tp group that hold a replica of the same key/value heads (kv heads < tp)."""
 
 PP_ENDS = "pp_ends"
-"""The first and the last pipeline stage, which share a tied embedding."""
+"""The pipeline ranks of the first and of the last stage, which share a tied embedding."""
+
+PP_MIRROR = "pp_mirror"
+"""The pipeline ranks r and p−1−r, which hold the same stages where a schedule has two directions."""
 
 WORLD = "world"
 """All ranks of the run."""
 
-WHOLE_AXIS = {DP_NODE: DP, DP_ACROSS: DP, TP_KV: TP, PP_ENDS: PP}
+WHOLE_AXIS = {DP_NODE: DP, DP_ACROSS: DP, TP_KV: TP, PP_ENDS: PP, PP_MIRROR: PP}
 """Part of an axis → the axis."""
 
 ALL_AXES = (*MESH_ORDER, *WHOLE_AXIS, WORLD)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.axes import PP_MIRROR
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement, placements
 from meshwright.core.strategy import Strategy
@@ -159,8 +160,10 @@ def part_of(placement: Placement) -> str:
 
 
 def _close(members: list[Placement], dp: int, sum_over: tuple[str, ...], block: str = "") -> Bucket:
-    """Sorted so that equal treatment lies side by side; then few segments cover a shard."""
-    ordered = sorted(members, key=lambda p: (not p.decay, not p.owned))
+    """Sorted so that equal treatment lies side by side; then few segments cover a shard. Ranks that sum up a bucket
+    sort it alike: of mirrored pipeline ranks only one owns what both hold."""
+    is_mirrored = PP_MIRROR in sum_over
+    ordered = sorted(members, key=lambda p: (not p.decay, not p.owned and not is_mirrored))
     slots, at = [], 0
     for placement in ordered:
         slots.append(Slot(placement, at, at + placement.box.numel))

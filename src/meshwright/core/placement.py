@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.core.axes import PP, PP_ENDS, TP, TP_KV
+from meshwright.core.axes import PP, PP_ENDS, PP_MIRROR, TP, TP_KV
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.strategy import Strategy
 
@@ -55,6 +55,8 @@ class Placement:
     """True on exactly one of the replicas outside dp: the one that the norm counts and a checkpoint saves."""
     tile: int | None = None
     """Which tile of the parameter's rows on this rank, where it is held in tiles."""
+    stages: tuple[int, ...] = (0,)
+    """Pipeline stages of this rank that use it, ascending: two where it holds both ends of a tied embedding."""
 
     @property
     def key(self) -> str:
@@ -99,11 +101,11 @@ def param_box(spec: ModelSpec, param: ParamSpec, tp: int, index: int) -> Box:
     return Box(tuple(offset for offset, _ in ranges), tuple(size for _, size in ranges))
 
 
-def _is_on_stage(spec: ModelSpec, param: ParamSpec, strategy: Strategy, stage: int, layers: range) -> bool:
-    """Whether pipeline stage `stage`, which runs `layers`, holds a copy of `param`."""
+def _is_used(spec: ModelSpec, param: ParamSpec, layers: range, ends: tuple[bool, bool]) -> bool:
+    """Whether a stage that runs `layers`, and is the (first, last) of its direction, uses `param`."""
     if param.layer is not None:
         return param.layer in layers
-    first, last = stage == 0, stage == strategy.pp - 1
+    first, last = ends
     if param.name == "embedding.weight" and spec.tied_embeddings:
         return first or last
     return first if param.part == "embedding" or param.name.startswith("embedding_norm") else last
@@ -116,13 +118,22 @@ def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy) -> tupl
             axes.append(TP)  # q/k norms see only the local heads
         if "kv_heads" in param.dims and kv_replicas(spec, strategy.tp) > 1:
             axes.append(TP_KV)
-    if strategy.pp > 1 and spec.tied_embeddings and param.name == "embedding.weight":
+    if strategy.pipeline_schedule.num_directions > 1:
+        axes.append(PP_MIRROR)
+    elif _is_tied(spec, param) and strategy.end_ranks[0] != strategy.end_ranks[1]:
         axes.append(PP_ENDS)
     return tuple(axes)
 
 
+def _is_tied(spec: ModelSpec, param: ParamSpec) -> bool:
+    return spec.tied_embeddings and param.name == "embedding.weight"
+
+
 def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int]) -> bool:
-    if spec.tied_embeddings and param.name == "embedding.weight" and at[PP] > 0:
+    if strategy.pipeline_schedule.num_directions > 1:
+        if at[PP] >= strategy.pp / 2:
+            return False
+    elif _is_tied(spec, param) and at[PP] != strategy.end_ranks[0]:
         return False
     if "kv_heads" in param.dims:
         return at[TP] % kv_replicas(spec, strategy.tp) == 0
@@ -134,7 +145,13 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
 
     Source: Shoeybi et al. 2019, §3 (tensor); Narayanan et al. 2021, §2 (pipeline).
     """
-    layers = strategy.stage_layers(spec.num_layers)[at[PP]]
+    layers = strategy.stage_layers(spec.num_layers)
+    own = strategy.rank_stages(at[PP])
+    ends = {stage: strategy.stage_ends(stage) for stage in own}
+    used = (
+        (param, tuple(stage for stage in own if _is_used(spec, param, layers[stage], ends[stage])))
+        for param in spec.parameters()
+    )
     return tuple(
         Placement(
             name=param.name,
@@ -145,9 +162,10 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
             sum_over=_partial_axes(spec, param, strategy),
             owned=_is_owned(spec, param, strategy, at),
             tile=tile,
+            stages=stages,
         )
-        for param in spec.parameters()
-        if _is_on_stage(spec, param, strategy, at[PP], layers)
+        for param, stages in used
+        if stages
         for tile, box in _tiles(param, param_box(spec, param, strategy.tp, at[TP]), strategy.tile)
     )
 

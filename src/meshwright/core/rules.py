@@ -73,15 +73,36 @@ def _vocab(c: Case) -> str | None:
 
 
 def _layers(c: Case) -> str | None:
-    pp, layers = c.strategy.pp, c.model.num_layers
-    return f"pp={pp} is more than the {counted(layers, 'layer')}" if pp > layers else None
+    parts, layers = c.strategy.num_parts, c.model.num_layers
+    return f"{_parts(c)} is more than the {counted(layers, 'layer')}" if parts > layers else None
+
+
+def _parts(c: Case) -> str:
+    """`pp=4`, or what it is multiplied by: the parts that the model is cut into."""
+    s = c.strategy
+    return f"pp={s.pp}" if s.num_parts == s.pp else f"pp={s.pp} × {s.num_parts // s.pp} stages per rank = {s.num_parts}"
 
 
 def _layer_list(c: Case) -> str | None:
     counts, layers = c.strategy.layers_per_stage, c.model.num_layers
-    if counts is None or (len(counts) == c.strategy.pp and sum(counts) == layers and min(counts) > 0):
+    if counts is None or (len(counts) == c.strategy.num_parts and sum(counts) == layers and min(counts) > 0):
         return None
-    return f"layers_per_stage={list(counts)} for pp={c.strategy.pp} and {counted(layers, 'layer')}"
+    return f"layers_per_stage={list(counts)} for {_parts(c)} and {counted(layers, 'layer')}"
+
+
+def _chunks(c: Case) -> str | None:
+    s, own = c.strategy, c.strategy.pipeline_schedule.chunks
+    if own is None or s.num_chunks == 1:
+        return None
+    return f"num_chunks={s.num_chunks} with schedule={s.schedule}, which puts {counted(own, 'stage')} on a rank"
+
+
+def _timetable(c: Case) -> str | None:
+    schedule = c.strategy.pipeline_schedule
+    if schedule.is_asynchronous:
+        return f"schedule={schedule.name} updates weights while micro-batches are under way: it is drawn, not run yet"
+    fault = schedule.fault(c.strategy.pipeline) if schedule.fault else None
+    return fault and f"schedule={schedule.name}: {fault}"
 
 
 def _batch(c: Case) -> str | None:
@@ -114,6 +135,15 @@ def _zero_choices(c: Case) -> str | None:
         if is_set and s.zero < needed:
             return f"{name} with zero={s.zero}, which needs zero={needed}{' or more' if needed < 3 else ''}"
     return None
+
+
+def _split_zero(c: Case) -> str | None:
+    s = c.strategy
+    if s.zero < 2 or _timetable(c) is not None:
+        return None
+    if s.pipeline_schedule.num_directions > 1:
+        return f"zero={s.zero} with schedule={s.schedule}, which has two directions"
+    return f"zero={s.zero} with schedule={s.schedule}, which splits backwards" if s.splits_backward else None
 
 
 def _tile_zero(c: Case) -> str | None:
@@ -156,6 +186,9 @@ def _node(c: Case) -> str | None:
     return f"shard_over=node with dp={s.dp} and tp={s.tp} on nodes of {per_node} devices"
 
 
+OF_MICRO_BATCHES = "pp-timetable"
+"""The one rule that depends on how a rank's sequences are cut into micro-batches."""
+
 RULES = (
     Rule("world", "dp × tp × pp = number of devices", "every device runs exactly one rank", _world),
     Rule(
@@ -177,12 +210,29 @@ RULES = (
         lambda c: _divides("the feed-forward width", c.model.ffn_size, "tp", c.strategy.tp),
     ),
     Rule("tp-vocab", "tp is at most the vocabulary size", "each rank holds at least one row", _vocab),
-    Rule("pp-layers", "pp is at most the number of layers", "a stage without a layer only adds a hop", _layers),
+    Rule(
+        "pp-layers",
+        "pp, times the stages of a rank, is at most the number of layers",
+        "a stage without a layer only adds a hop",
+        _layers,
+    ),
     Rule(
         "pp-layer-list",
-        "layers_per_stage has pp positive entries that add up to the layers",
+        "layers_per_stage has a positive entry for each part that the pipeline cuts, which add up to the layers",
         "every layer stands on exactly one stage",
         _layer_list,
+    ),
+    Rule(
+        "pp-chunks",
+        "num_chunks needs a schedule that leaves the choice",
+        "the others are written for one number of stages per rank",
+        _chunks,
+    ),
+    Rule(
+        OF_MICRO_BATCHES,
+        "the schedule has a timetable of one step for pp and num_micro_batches",
+        "it is what ranks run",
+        _timetable,
     ),
     Rule(
         "batch",
@@ -196,6 +246,12 @@ RULES = (
         "offloaded parameters zero=3",
         "only what is divided over dp can be divided otherwise, gathered ahead, kept or moved away",
         _zero_choices,
+    ),
+    Rule(
+        "zero-schedule",
+        "zero=2 and 3 need a schedule of one direction with whole backwards",
+        "a block's gradients are reduced, and their memory is given up, with its backward",
+        _split_zero,
     ),
     Rule(
         "tile-zero",
@@ -257,12 +313,15 @@ def check(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) 
 def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Strategy | None:
     """The legal strategy that changes degrees and micro-batch least (sum of larger over smaller, less 1), or None.
 
-    Choices around ZeRO are given up only where nothing is legal with them.
+    First `num_chunks`, then choices around ZeRO, then the schedule are given up, each only where nothing is legal
+    with them.
     """
 
-    plain = strategy.model_copy(
+    whole = strategy.model_copy(update={"num_chunks": 1})
+    plain = whole.model_copy(
         update={"shard_over": "all", "keep_gathered": False, "prefetch": 1, "tile": 1, "offload": Offload()}
     )
+    usual = plain.model_copy(update={"schedule": Strategy().schedule})
 
     def distance(other: Strategy) -> float:
         pairs = (
@@ -273,7 +332,7 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
         )
         return sum(max(a, b) / min(a, b) - 1 for a, b in pairs)
 
-    for choices in (strategy, plain):
+    for choices in dict.fromkeys((strategy, whole, plain, usual)):
         near = min(_legal_degrees(choices, model, cluster, job), key=distance, default=None)
         if near is not None:
             return near
@@ -303,7 +362,10 @@ def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, j
         other = strategy.model_copy(
             update={**degrees, "micro_batch_size": 1, "num_micro_batches": per_rank, "layers_per_stage": keep}
         ).on(cluster)
-        if rest or violations(other, model, cluster, job):  # whatever the size of micro-batches
+        broken = {violation.rule.id for violation in violations(other, model, cluster, job)}
+        if rest or broken - {OF_MICRO_BATCHES}:
             continue
         for micro in divisors(per_rank):
-            yield other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})
+            split = other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})
+            if _timetable(Case(split, model, cluster, job)) is None:
+                yield split

@@ -4,6 +4,8 @@ around a strategy that breaks one."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -11,8 +13,18 @@ from pydantic_core import PydanticCustomError
 
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec, Tier
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.precision import RECIPES, Recipe
-from meshwright.core.schedule import choices, schedules
+from meshwright.core.program import Kind
+from meshwright.core.schedule import (
+    FILE_SUFFIX,
+    PipelineSize,
+    Schedule,
+    choices,
+    find_schedule,
+    own_schedule,
+    schedules,
+)
 from meshwright.core.values import Value
 
 Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "fp16", "fp16-16"]
@@ -51,7 +63,7 @@ class Strategy(Value):
     tp: int = Field(default=1, gt=0)
     """Tensor-parallel ranks: they share every layer."""
     pp: int = Field(default=1, gt=0)
-    """Pipeline stages."""
+    """Pipeline ranks: each runs a stage of the layers, or several."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: 1 divides the optimizer's state over dp, 2 also the gradients, 3 also the parameters."""
     shard_over: Literal["all", "node"] = "all"
@@ -68,7 +80,9 @@ class Strategy(Value):
     offload: Offload = Offload()
     """What leaves the device between its uses."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards, one of the files in `schedule/orders`; without a pipeline all are one."""
+    """Order of forwards and backwards: one of the files in `schedule/orders`, or a table of one's own (`mine.csv`)."""
+    num_chunks: int = Field(default=1, gt=0)
+    """Stages of each pipeline rank, where the schedule leaves the choice."""
     micro_batch_size: int = Field(default=1, gt=0)
     """Sequences per micro-batch and data-parallel rank."""
     num_micro_batches: int = Field(default=1, gt=0)
@@ -78,14 +92,20 @@ class Strategy(Value):
     precision: Precision = "fp32"
     """Byte recipe: the dtype of parameters, gradients and optimizer state."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; None splits them evenly, extra layers to the inner stages."""
+    """Layers of each part that the pipeline cuts the model into, in order: of every stage, also where a rank has
+    several. None splits them evenly, extra layers to the inner parts."""
     bucket_bytes: int = Field(default=25 * 2**20, gt=0)
     """Cap of one gradient bucket. With zero=2 and 3 a bucket is one block of the model."""
 
     @field_validator("schedule")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in schedules():
+        if name.endswith(FILE_SUFFIX):
+            try:
+                own_schedule(name)
+            except MeshwrightError as error:
+                raise PydanticCustomError("schedule", "{fault}", {"fault": str(error)}) from None
+        elif name not in schedules():
             raise PydanticCustomError("schedule", f"no such schedule; {choices()}")
         return name
 
@@ -120,16 +140,67 @@ class Strategy(Value):
     def recipe(self) -> Recipe:
         return RECIPES[self.precision]
 
+    @property
+    def pipeline_schedule(self) -> Schedule:
+        """What the schedule of that name declares."""
+        return find_schedule(self.schedule)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The schedule's own number, or `num_chunks` where it leaves the choice."""
+        return self.pipeline_schedule.chunks or self.num_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of inputs and of weights apart."""
+        return _splits_backward(self.pipeline_schedule, self.pipeline)
+
+    @property
+    def pipeline(self) -> PipelineSize:
+        """What the timetable is made for."""
+        return PipelineSize(self.pp, self.num_micro_batches, self.stages_per_rank)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that the model is cut into; each is one stage, or one in each direction."""
+        return max(1, self.pp * self.stages_per_rank // self.pipeline_schedule.num_directions)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return self.pipeline_schedule.stage_ranks(self.pipeline)
+
+    @property
+    def end_ranks(self) -> tuple[int, int]:
+        """Pipeline ranks of the first and of the last stage; one rank where stages go down and up again."""
+        return self.stage_ranks[0], self.stage_ranks[self.num_parts - 1]
+
+    def rank_stages(self, rank: int) -> tuple[int, ...]:
+        """Stages of a pipeline rank, ascending."""
+        return tuple(stage for stage, place in enumerate(self.stage_ranks) if place == rank)
+
+    def stage_ends(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is the first, and whether it is the last that a micro-batch passes."""
+        part = stage % self.num_parts
+        return part == 0, part == self.num_parts - 1
+
+    @property
+    def micro_batches_per_stage(self) -> int:
+        """Micro-batches that pass each stage in a step: all, or those of its direction."""
+        return self.num_micro_batches // self.pipeline_schedule.num_directions
+
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """Global layer indices of each stage, in order."""
-        counts = self.layers_per_stage or split_layers(num_layers, self.pp)
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+        """Global layer indices of each stage, in order. A second direction has the same parts again."""
+        counts = self.layers_per_stage or split_layers(num_layers, self.num_parts)
+        ends = accumulate(counts)
+        parts = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+        return parts * self.pipeline_schedule.num_directions
 
     def describe(self) -> str:
-        """Short name, for tables: `D2 T2 P2 zero1 1f1b m8×b1`."""
+        """Short name, for tables: `D2 T2 P2 zero1 1f1b m8×b1`; several stages per rank as `interleaved-1f1b v2`."""
         recompute = " recompute" if self.recompute == "full" else ""
-        schedule = f" {self.schedule}" if self.pp > 1 else ""
+        chunks = f" v{self.num_chunks}" if self.num_chunks > 1 else ""
+        schedule = f" {self.schedule}{chunks}" if self.pp > 1 else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
         zero = f"zero{self.zero}{self._zero_choices()}"
         return f"D{self.dp} T{self.tp} P{self.pp} {zero}{schedule}{batch}{recompute} {self.precision}"
@@ -143,6 +214,14 @@ class Strategy(Value):
             ("offload", self.offload.is_used),
         )
         return "".join(f" {word}" for word, holds in words if holds)
+
+
+@lru_cache(maxsize=256)
+def _splits_backward(schedule: Schedule, size: PipelineSize) -> bool:
+    """Seen in a small timetable where there is one: a planner asks of large ones by the thousand."""
+    small = PipelineSize(min(2, size.num_ranks), 4, size.num_chunks)
+    seen = size if schedule.fault is not None and schedule.fault(small) is not None else small
+    return any(action.kind is Kind.W for row in schedule.order(seen) for action in row)
 
 
 def inner_stages_first(num_stages: int) -> tuple[int, ...]:

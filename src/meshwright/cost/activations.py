@@ -152,6 +152,32 @@ def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> lis
     return [z.kept("layer input", z.hidden)]
 
 
+def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+    """What one layer keeps of one micro-batch from I to W, where a schedule runs them apart: of each linear layer its
+    input and the gradient of its output. No less than :func:`layer_terms`, but for statistics.
+
+    Source: Qi et al. 2024 (zero bubble), table 1.
+    """
+    z = _sizes(spec, strategy, b, s)
+    q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
+    mlp = [z.kept("mlp input", z.hidden), z.kept("down input", z.ffn), z.kept("gradient of up", z.ffn)]
+    mlp += [z.kept("gradient of gate", z.ffn)] if spec.gated_mlp else []
+    return [
+        z.kept("attention input", z.hidden),
+        z.kept("gradients of q, k and v", q + 2 * kv),
+        z.kept("attention output", q),
+        z.kept("gradient of o", z.hidden),
+        *(_expert_terms(spec, z, mlp) if spec.num_experts else mlp),
+        z.kept("gradient of down", z.hidden),
+    ]
+
+
+def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+    """Likewise the head: its input, and the gradient of the logits."""
+    z = _sizes(spec, strategy, b, s)
+    return [z.kept("head input", z.hidden), z.kept("gradient of logits", z.vocab)]
+
+
 def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks."""
     z = _sizes(spec, strategy, b, s)

@@ -26,6 +26,9 @@ NARAYANAN = "Narayanan et al. 2021, appendix"
 GQA = "Ainslie et al. 2023, §2.2"
 GATED = "Shazeer 2020, eq. 6"
 MOE = "Jiang et al. 2024, §2.1"
+SCORES, VALUES = "attention scores", "attention over values"
+WITHOUT_WEIGHTS = (SCORES, VALUES)
+"""Terms whose products are of activations with activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,8 @@ def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = Fals
     terms = [
         FlopTerm("query projection", 2 * h * heads, NARAYANAN),
         FlopTerm("key and value projections", 2 * h * 2 * kv, GQA),
-        FlopTerm("attention scores", score, NARAYANAN),
-        FlopTerm("attention over values", score, NARAYANAN),
+        FlopTerm(SCORES, score, NARAYANAN),
+        FlopTerm(VALUES, score, NARAYANAN),
         FlopTerm("output projection", 2 * h * heads, NARAYANAN),
         FlopTerm("mlp", 2 * h * ffn * matrices * experts, GATED if spec.gated_mlp else NARAYANAN),
     ]
@@ -118,10 +121,20 @@ class StageFlops:
 
     layers: int
     head: int
+    scores: int = 0
+    """Of the layers', those of attention scores and values, which have no weights."""
 
     @property
     def forward(self) -> int:
         return self.layers + self.head
+
+    @property
+    def weight_gradients(self) -> int:
+        """Of backward, what W computes where it is run apart: as much as forward in products with weights.
+
+        Source: Qi et al. 2024 (zero bubble), table 1.
+        """
+        return self.layers - self.scores + self.head
 
     def training(self, recompute: str) -> int:
         """Forward, backward and recomputation of one micro-batch."""
@@ -134,10 +147,12 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
     Causal by default: the attention kernels leave out the masked half.
     """
     tokens = strategy.micro_batch_size * job.seq_length
-    num_layers = len(strategy.stage_layers(spec.num_layers)[stage])
-    layer = total_flops(layer_forward_terms(spec, job.seq_length, causal=causal, tp=strategy.tp))
-    head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if stage == strategy.pp - 1 else 0
-    return StageFlops(layers=tokens * num_layers * layer, head=tokens * head)
+    per_stage = tokens * len(strategy.stage_layers(spec.num_layers)[stage])
+    terms = layer_forward_terms(spec, job.seq_length, causal=causal, tp=strategy.tp)
+    scores = total_flops(term for term in terms if term.name in WITHOUT_WEIGHTS)
+    _, is_last = strategy.stage_ends(stage)
+    head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if is_last else 0
+    return StageFlops(layers=per_stage * total_flops(terms), head=tokens * head, scores=per_stage * scores)
 
 
 # --- utilisation, and closed forms to check against --------------------------------------------------------

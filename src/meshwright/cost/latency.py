@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 from meshwright.core.axes import PP
 from meshwright.core.cluster import ClusterSpec
@@ -26,7 +26,7 @@ from meshwright.core.measures import StepTime, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.program import Kind
-from meshwright.core.schedule import StageTimes, find_schedule
+from meshwright.core.schedule import StageTimes
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import StageFlops, stage_flops
@@ -50,7 +50,8 @@ def total_s(terms: Sequence[TimeTerm]) -> float:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one rank of a pipeline stage spends. `forward` and `backward` are of one micro-batch."""
+    """What one rank of a pipeline stage spends. `forward` and `backward` are of one micro-batch; the rest is of all
+    the rank's stages together."""
 
     forward: tuple[TimeTerm, ...]
     backward: tuple[TimeTerm, ...]
@@ -62,6 +63,8 @@ class StageCosts:
     optimizer: tuple[TimeTerm, ...]
     num_reducing: int = 1
     """Backwards of a step that reduce: the last one, or with ZeRO-2 and 3 each."""
+    weight_gradients_s: float = 0.0
+    """Of backward, what W takes where it is run apart."""
 
     @cached_property
     def forward_s(self) -> float:
@@ -79,16 +82,26 @@ class StageCosts:
         return self.num_reducing * max(each_s - (1 - share) * self.backward_s, share * each_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepCosts:
     """Prices of one step: of every stage, and of the transfer over every stage boundary (each direction)."""
 
     stages: tuple[StageCosts, ...]
     boundaries_s: tuple[float, ...]
+    """Nothing where the two stages stand on one rank."""
+    stage_ranks: tuple[int, ...] = ()
+    """Pipeline rank of each stage; empty where each has one."""
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[StageCosts, ...], ...]:
+        """Pipeline rank → its stages, ascending."""
+        ranks = self.stage_ranks or tuple(range(len(self.stages)))
+        pairs = tuple(zip(ranks, self.stages, strict=True))
+        return tuple(tuple(stage for of, stage in pairs if of == rank) for rank in range(max(ranks) + 1))
 
     @property
     def times(self) -> StageTimes:
-        """What a schedule's bound is computed from."""
+        """What a schedule's bound is computed from, where every rank has one stage."""
         return StageTimes(
             forward_s=tuple(stage.forward_s for stage in self.stages),
             backward_s=tuple(stage.backward_s for stage in self.stages),
@@ -103,6 +116,10 @@ class StepCosts:
                 return self.stages[stage].forward_s
             case Kind.B:
                 return self.stages[stage].backward_s
+            case Kind.I:
+                return self.stages[stage].backward_s - self.stages[stage].weight_gradients_s
+            case Kind.W:
+                return self.stages[stage].weight_gradients_s
             case Kind.SEND_F:
                 return self.boundaries_s[stage]
             case Kind.SEND_B:
@@ -124,40 +141,44 @@ def stage_costs(
 
     Args:
         moved: what the rank offloads.
-        sent: what a rank of the stage sends in one step, as from :func:`meshwright.cost.traffic.traffic`.
-        num_parameters: elements of the parameters that the rank holds.
+        sent: what a rank of the stage sends in one step, as from :func:`meshwright.cost.traffic.traffic`; where it has
+            several stages, of what each micro-batch sends this stage's part alone.
+        num_parameters: elements of the parameters that the rank holds, with all its stages.
 
     Raises InputError where the cluster states no peak for the strategy's compute dtype.
     """
     flops = stage_flops(model, job, strategy, stage)
     phases = _seconds_by_phase(model, strategy, cluster, sent)
-    m = strategy.num_micro_batches
+    m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
 
     def collectives(phase: str) -> float:
         return phases.get(phase, 0.0) / m
 
-    forward, backward = _compute_terms(flops, flops_per_s(cluster, strategy), strategy, collectives)
+    speed = flops_per_s(cluster, strategy)
+    forward, backward = _compute_terms(flops, speed, strategy, collectives)
     num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
-    gathers_s = _gathers_s(phases.get("gather", 0.0), strategy)
-    reads_s = _gathers_s(tiers.gathers_s, strategy)
+    gathers_s = _gathers_s(phases.get("gather", 0.0) / per_rank, strategy)
+    reads_s = _gathers_s(tiers.gathers_s / per_rank, strategy)
     fetches = [
         _gathering(gather_s, read_s, compute_s, num_blocks, strategy)
         for gather_s, read_s, compute_s in zip(gathers_s, reads_s, (total_s(forward), total_s(backward)), strict=True)
     ]
-    sums = (TimeTerm("offloaded gradients", tiers.sums_s / m),) if strategy.offload.gradients != "none" else ()
+    sums_s = tiers.sums_s / (m * per_rank)
+    sums = (TimeTerm("offloaded gradients", sums_s),) if strategy.offload.gradients != "none" else ()
     update_s = optimizer_s(num_parameters, job, strategy, cluster)
     if moved:
         update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
-    beside_s = m * (total_s(forward) + total_s(backward)) if strategy.offload.delayed else 0.0
+    beside_s = m * per_rank * (total_s(forward) + total_s(backward)) if strategy.offload.delayed else 0.0
     return StageCosts(
         forward=(*forward, *fetches[0]),
         backward=(*backward, *fetches[1], *sums),
         reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
-        num_reducing=m if strategy.zero >= 2 else 1,
+        num_reducing=m * per_rank if strategy.zero >= 2 else 1,
         after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
         optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s),),
+        weight_gradients_s=flops.weight_gradients / speed,
     )
 
 
@@ -183,8 +204,8 @@ def _compute_terms(
 def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
     """Seconds of gathering a stage's blocks, per forward and per backward of one micro-batch."""
     if strategy.keep_gathered:
-        return gather_s / strategy.num_micro_batches, 0.0
-    each_s = gather_s / (2 * strategy.num_micro_batches)
+        return gather_s / strategy.micro_batches_per_stage, 0.0
+    each_s = gather_s / (2 * strategy.micro_batches_per_stage)
     return each_s, each_s
 
 
@@ -239,27 +260,31 @@ def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: Clus
 
 
 def boundaries_s(model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec) -> tuple[float, ...]:
-    """Seconds of sending one micro-batch's hidden states over each stage boundary."""
-    payload = hidden_bytes(model, job, strategy)
-    links = (boundary_link(stage, strategy, cluster) for stage in range(strategy.pp - 1))
-    return tuple(flat_s("send", payload, 2, link, cluster.backend) for link in links)
+    """Seconds of sending one micro-batch's hidden states over each stage boundary; nothing within a rank."""
+    payload, ranks = hidden_bytes(model, job, strategy), strategy.stage_ranks
+    links = {pair: boundary_link(*pair, strategy, cluster) for pair in pairwise(ranks) if pair[0] != pair[1]}
+    seconds = {pair: flat_s("send", payload, 2, link, cluster.backend) for pair, link in links.items()}
+    return tuple(seconds.get(pair, 0.0) for pair in pairwise(ranks))
 
 
 def has_bound(strategy: Strategy) -> bool:
-    """Whether :func:`stage_ends_s` can be asked; where not, the clock must time the program."""
-    return find_schedule(strategy.schedule).further_s is not None
+    """Whether :func:`rank_ends_s` can be asked; where not, the clock must time the program."""
+    declares = strategy.pipeline_schedule.further_s is not None
+    return declares or strategy.stages_per_rank > 1 or strategy.splits_backward
 
 
-def stage_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
-    """When each stage ends its last backward, in closed form; the first of them is the pipeline's makespan.
+def rank_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
+    """When each pipeline rank ends its work, in closed form; the largest is the pipeline's makespan.
 
     The way of the first micro-batch, and what the others add at least, which the schedule declares: a lower bound on
     what the clock finds, exact for equal stages without transfer time. What a stage adds also delays the stages
-    before it.
+    before it. Where a rank has several stages, or backward is split, the bound is that of any order.
 
-    Raises UnsupportedError for a schedule that declares no bound.
+    Raises UnsupportedError for any other schedule that declares no bound.
     """
-    further_s = find_schedule(strategy.schedule).further_s
+    further_s = strategy.pipeline_schedule.further_s
+    if strategy.stages_per_rank > 1 or (further_s is None and strategy.splits_backward):
+        return _any_order_ends_s(costs, strategy)
     if further_s is None:
         raise UnsupportedError(f"schedule `{strategy.schedule}` declares no bound on its time; simulate it instead")
     times = costs.times
@@ -272,11 +297,36 @@ def stage_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
     return [end + more for end, more in zip(alone, added, strict=True)][::-1]
 
 
+def _any_order_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
+    """A rank begins when the first micro-batch has come to its first stage, and does all its work; behind its last
+    input gradient those of the stages before it still follow."""
+    ranks, m = strategy.stage_ranks, strategy.micro_batches_per_stage
+    splits, two_ways = strategy.splits_backward, strategy.pipeline_schedule.num_directions > 1
+    links_s = (*costs.boundaries_s, 0.0)
+    inputs_s = [stage.backward_s - stage.weight_gradients_s * splits for stage in costs.stages]
+    ends_s = [0.0] * strategy.pp
+    for rank, stages in enumerate(costs.by_rank):
+        ways = [_way_in(stage, strategy) for stage in strategy.rank_stages(rank)]
+        begin_s = min(sum(costs.stages[s].forward_s + links_s[s] for s in way) for way in ways)
+        work_s = m * sum(stage.forward_s + stage.backward_s for stage in stages)
+        ends_s[rank] = max(ends_s[rank], begin_s + work_s)
+        end_s = begin_s + work_s - m * sum(stage.weight_gradients_s for stage in stages) * splits
+        for stage in () if two_ways else reversed(ways[0]):
+            end_s += links_s[stage] + inputs_s[stage]
+            ends_s[ranks[stage]] = max(ends_s[ranks[stage]], end_s)
+    return ends_s
+
+
+def _way_in(stage: int, strategy: Strategy) -> range:
+    """The stages that a micro-batch passes before this one."""
+    return range(stage - stage % strategy.num_parts, stage)
+
+
 def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> StepTime:
-    """Put the terms of all stages together; `ends_s` is when each stage ends its last backward."""
+    """Put the terms of all stages together; `ends_s` is when each pipeline rank ends its last backward."""
     makespan_s = max(ends_s)
-    reduced_s = max(end_s + stage.exposed_reduction_s for stage, end_s in zip(costs.stages, ends_s, strict=True))
-    busy_s = strategy.num_micro_batches * sum(stage.forward_s + stage.backward_s for stage in costs.stages)
+    reduced_s = max(end_s + of[0].exposed_reduction_s for of, end_s in zip(costs.by_rank, ends_s, strict=True))
+    busy_s = strategy.micro_batches_per_stage * sum(stage.forward_s + stage.backward_s for stage in costs.stages)
     return StepTime(
         pipeline_s=makespan_s,
         data_comm_exposed_s=max(reduced_s - makespan_s, 0.0) + max(total_s(stage.after) for stage in costs.stages),
@@ -286,25 +336,25 @@ def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> 
 
 
 def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
-    """The step by cause, on the stage that works longest; the terms add up to `time.total_s`."""
-    slowest = max(costs.stages, key=lambda stage: stage.forward_s + stage.backward_s)
-    return _by_cause([slowest], strategy.num_micro_batches, "bubble and transfers", time)
+    """The step by cause, on the pipeline rank that works longest; the terms add up to `time.total_s`."""
+    slowest = max(costs.by_rank, key=lambda stages: sum(stage.forward_s + stage.backward_s for stage in stages))
+    return _by_cause([slowest], strategy.micro_batches_per_stage, "bubble and transfers", time)
 
 
 def mean_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
-    """The step by cause, as the mean over its stages; the terms add up to `time.total_s`.
+    """The step by cause, as the mean over the pipeline's ranks; the terms add up to `time.total_s`.
 
     For comparing strategies, whose slowest stages may do different work: over all devices the layers and the head cost
     as much however they are split, and what a split loses by uneven stages stands in a term of its own.
     """
-    return _by_cause(costs.stages, strategy.num_micro_batches, "bubble, uneven stages and transfers", time)
+    return _by_cause(costs.by_rank, strategy.micro_batches_per_stage, "bubble, uneven stages and transfers", time)
 
 
-def _by_cause(stages: Sequence[StageCosts], m: int, waiting: str, time: StepTime) -> tuple[TimeTerm, ...]:
+def _by_cause(ranks: Sequence[Sequence[StageCosts]], m: int, waiting: str, time: StepTime) -> tuple[TimeTerm, ...]:
     work: dict[str, float] = {}
-    for stage in stages:
+    for stage in chain.from_iterable(ranks):
         for term in (*stage.forward, *stage.backward):
-            work[term.name] = work.get(term.name, 0.0) + m * term.seconds / len(stages)
+            work[term.name] = work.get(term.name, 0.0) + m * term.seconds / len(ranks)
     return (
         *(TimeTerm(name, seconds) for name, seconds in work.items()),
         TimeTerm(waiting, max(0.0, time.pipeline_s - sum(work.values()))),

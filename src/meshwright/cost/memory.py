@@ -6,7 +6,7 @@ Huang et al. 2019 and Narayanan et al. 2021 §2.2 (micro-batches in flight).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -17,6 +17,7 @@ from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
+from meshwright.core.program import Kind
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Precision, Strategy
 from meshwright.cost.activations import (
@@ -25,10 +26,12 @@ from meshwright.cost.activations import (
     kept_layer_terms,
     layer_terms,
     loss_terms,
+    postponed_head_terms,
+    postponed_layer_terms,
     total_bytes,
 )
+from meshwright.cost.in_flight import Instant, instants
 from meshwright.cost.offload import offload_forecast
-from meshwright.schedule.closed_form import peak_live
 
 
 def memory(
@@ -69,24 +72,62 @@ def working_bytes(buckets: Sequence[Bucket], strategy: Strategy) -> int:
     return gathered_bytes + (gradients.numel * recipe.sent_gradient_bytes if gradients else 0)
 
 
-def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> int:
-    """What autograd keeps at the worst instant of a step on one rank of a stage.
+def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> int:
+    """What autograd keeps, and what is postponed, at the worst instant of a step on one pipeline rank.
 
-    Without recompute: all live micro-batches, each with everything. With it there are two candidates: the end of the
-    last forward, or the backward of the last layer, when the head's share of that micro-batch is gone and one whole
-    layer has come back.
+    Without recompute that is the end of a forward: all live micro-batches, each with everything. With it there is
+    another candidate, the backward of the last layer, when the head's share of that micro-batch is gone and one whole
+    layer has come back. Where backward is split, what I frees is no more than what it keeps for W, and while it is in a
+    layer the gradient of that layer's output comes on top.
     """
+    return next(activations_by_rank(model, job, strategy, [rank]))
+
+
+def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
+    """:func:`activations_bytes` of several pipeline ranks."""
     part = _one_micro_batch(
         model, strategy.tp, strategy.precision, strategy.recompute, strategy.micro_batch_size, job.seq_length
     )
-    live = peak_live(strategy.schedule, strategy.pp, strategy.num_micro_batches)[stage]
-    num_layers = len(strategy.stage_layers(model.num_layers)[stage])
-    front = part.front if stage == 0 else 0
-    back = part.back if stage == strategy.pp - 1 else 0
-    end_of_forward = live * (front + num_layers * part.kept + back)
-    if strategy.recompute == "none":
-        return end_of_forward
-    return max(end_of_forward, end_of_forward - back + part.layer - part.kept)
+    layers, parts = strategy.stage_layers(model.num_layers), strategy.num_parts
+    for rank in ranks:
+        numbers = strategy.rank_stages(rank)
+        stages = [_StageBytes(part, len(layers[s]), s % parts == 0, s % parts == parts - 1) for s in numbers]
+        yield max(_held(instant, stages) for instant in instants(strategy, rank))
+
+
+def _held(instant: Instant, stages: Sequence[_StageBytes]) -> int:
+    counts = zip(instant.live, instant.postponed, stages, strict=True)
+    held = sum(live * stage.kept + postponed * stage.postponed for live, postponed, stage in counts)
+    return held + (stages[instant.stage].more(instant.runs) if instant.runs is not Kind.F else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageBytes:
+    """What one micro-batch keeps on one stage."""
+
+    part: _Parts
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def kept(self) -> int:
+        """From forward to backward."""
+        return self.num_layers * self.part.kept + self.part.front * self.is_first + self.part.back * self.is_last
+
+    @property
+    def postponed(self) -> int:
+        """From I to W."""
+        return self.num_layers * self.part.postponed + self.part.postponed_back * self.is_last
+
+    def more(self, runs: Kind) -> int:
+        """At most beyond `kept`, while its backward runs."""
+        part = self.part
+        whole = part.layer - part.kept
+        if runs is Kind.B:
+            return whole - part.back * self.is_last
+        by_layers = max(0, (self.num_layers - 1) * (part.postponed - part.kept))
+        return by_layers + whole + part.hidden + (part.postponed_back - part.back) * self.is_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +142,12 @@ class _Parts:
     """By a layer whose backward runs."""
     back: int
     """By head and loss."""
+    postponed: int
+    """By each layer, from I to W."""
+    postponed_back: int
+    """By the head, likewise."""
+    hidden: int
+    """One hidden state."""
 
 
 @lru_cache(maxsize=4096)
@@ -114,6 +161,9 @@ def _one_micro_batch(
         kept=total_bytes(kept_layer_terms(model, alone, b, s)),
         layer=total_bytes(layer_terms(model, alone, b, s)),
         back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s)]),
+        postponed=total_bytes(postponed_layer_terms(model, alone, b, s)),
+        postponed_back=total_bytes(postponed_head_terms(model, alone, b, s)),
+        hidden=b * s * model.hidden_size * alone.recipe.parameter_bytes,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, TP, TP_KV, WORLD
+from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.measures import wire_bytes
 from meshwright.core.model import ModelSpec
@@ -79,8 +79,9 @@ def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec)
     size, stride = group_sizes(model, strategy)[axis], _stride(axis, strategy)
     per_node = cluster.devices_per_node
     block = size * stride
-    crosses = size > 1 and cluster.num_nodes > 1 and (axis == PP_ENDS or per_node % block > 0)
-    even = axis != PP_ENDS and stride <= per_node and per_node % stride == 0 and block % per_node == 0
+    is_of_ends = axis in (PP_ENDS, PP_MIRROR)
+    crosses = size > 1 and cluster.num_nodes > 1 and (is_of_ends or per_node % block > 0)
+    even = not is_of_ends and stride <= per_node and per_node % stride == 0 and block % per_node == 0
     return Route(
         size=size,
         num_local=per_node // stride if crosses and even else 1,
@@ -101,13 +102,14 @@ def _stride(axis: str, strategy: Strategy) -> int:
         DP_ACROSS: strategy.tp * strategy.dp_local,
         PP: per_stage,
         PP_ENDS: (strategy.pp - 1) * per_stage,
+        PP_MIRROR: (strategy.pp - 1) * per_stage,
         WORLD: 1,
     }[axis]
 
 
-def boundary_link(stage: int, strategy: Strategy, cluster: ClusterSpec) -> Link:
-    """The slowest link between the ranks of `stage` and their peers on `stage` + 1."""
-    per_stage = strategy.dp * strategy.tp
-    first, last = stage * per_stage, (stage + 2) * per_stage - 1
+def boundary_link(rank: int, other: int, strategy: Strategy, cluster: ClusterSpec) -> Link:
+    """The slowest link between the ranks of two positions of the pipelines."""
+    block = strategy.dp * strategy.tp
+    first, last = min(rank, other) * block, (max(rank, other) + 1) * block - 1
     within = first // cluster.devices_per_node == last // cluster.devices_per_node
     return cluster.intra_link if within else cluster.inter_link

@@ -5,9 +5,9 @@ Sources: Shoeybi et al. 2019 §3 (tensor), Huang et al. 2019 (pipeline), Rajbhan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, TP, TP_KV, WORLD
+from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -21,13 +21,14 @@ SCALAR_BYTES = 8
 
 
 def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
-    """Axis → ranks in each of its groups; of `pp_ends` the group of the first and the last stage."""
+    """Axis → ranks in each of its groups; of `pp_ends` the group of the first and the last stage's ranks."""
     return {
         **strategy.sizes,
         DP_NODE: strategy.dp_local,
         DP_ACROSS: strategy.dp // strategy.dp_local,
         TP_KV: kv_replicas(model, strategy.tp),
-        PP_ENDS: min(2, strategy.pp),
+        PP_ENDS: len(set(strategy.end_ranks)),
+        PP_MIRROR: strategy.pipeline_schedule.num_directions,
         WORLD: strategy.world_size,
     }
 
@@ -37,11 +38,17 @@ def traffic(model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int
     return Traffic({**micro_batch_traffic(model, job, strategy, at[PP]).rows, **step_traffic(model, strategy, at).rows})
 
 
-def micro_batch_traffic(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> Traffic:
-    """The part that every micro-batch sends: within layers and between stages."""
+def micro_batch_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> Traffic:
+    """The part that every micro-batch sends: within layers and between the stages of pipeline ranks."""
+    return stages_traffic(model, job, strategy, strategy.rank_stages(rank))
+
+
+def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Iterable[int]) -> Traffic:
+    """Likewise of some stages of a rank."""
     total = Traffic()
-    _tensor(total, model, job, strategy, stage)
-    _pipeline(total, model, job, strategy, stage)
+    for stage in stages:
+        _tensor(total, model, job, strategy, stage)
+        _pipeline(total, model, job, strategy, stage)
     return total
 
 
@@ -67,9 +74,9 @@ def hidden_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
 
 def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
     """Two all-reduces per layer and direction, one for the embedding, one for the head's input, two for the loss."""
-    m, hidden = strategy.num_micro_batches, hidden_bytes(model, job, strategy)
+    m, hidden = strategy.micro_batches_per_stage, hidden_bytes(model, job, strategy)
     per_layer = 2 * len(strategy.stage_layers(model.num_layers)[stage]) * m
-    is_first, is_last = stage == 0, stage == strategy.pp - 1
+    is_first, is_last = strategy.stage_ends(stage)
     total.add("all_reduce", TP, "forward", hidden, strategy.tp, per_layer + m * is_first)
     total.add("all_reduce", TP, "recompute", hidden, strategy.tp, per_layer * (strategy.recompute == "full"))
     total.add("all_reduce", TP, "backward", hidden, strategy.tp, per_layer + m * is_last)
@@ -80,9 +87,11 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
 
 
 def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
-    m, hidden = strategy.num_micro_batches, hidden_bytes(model, job, strategy)
-    total.add("send", PP, "forward", hidden, strategy.pp, m * (stage < strategy.pp - 1))
-    total.add("send", PP, "backward", hidden, strategy.pp, m * (stage > 0))
+    """One hidden state over each boundary to another rank, and its gradient back."""
+    m, hidden, ranks = strategy.micro_batches_per_stage, hidden_bytes(model, job, strategy), strategy.stage_ranks
+    is_first, is_last = strategy.stage_ends(stage)
+    total.add("send", PP, "forward", hidden, strategy.pp, m * (not is_last and ranks[stage + 1] != ranks[stage]))
+    total.add("send", PP, "backward", hidden, strategy.pp, m * (not is_first and ranks[stage - 1] != ranks[stage]))
 
 
 def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequence[Bucket]) -> None:
@@ -100,7 +109,7 @@ def _gradients(total: Traffic, model: ModelSpec, strategy: Strategy, bucket: Buc
     if not is_each:
         _sum_over(total, sizes, bucket, remaining)
     for level in way.scatter:
-        times = strategy.num_micro_batches if is_each else 1
+        times = _num_passes(strategy, bucket) if is_each else 1
         total.add("reduce_scatter", level.axis, "gradients", remaining, level.size, times)
         remaining //= level.size
     for level in way.replicate:
@@ -134,7 +143,13 @@ def num_gathers(strategy: Strategy, bucket: Bucket) -> int:
         return 1
     first = bucket.slots[0].placement
     is_repeated = strategy.recompute == "full" and first.tile is not None and first.layer is not None
-    return (2 + is_repeated) * strategy.num_micro_batches
+    return (2 + is_repeated) * _num_passes(strategy, bucket)
+
+
+def _num_passes(strategy: Strategy, bucket: Bucket) -> int:
+    """Forwards, or backwards, of a step that use a bucket: one per micro-batch and stage."""
+    stages = {stage for slot in bucket.slots for stage in slot.placement.stages}
+    return strategy.micro_batches_per_stage * len(stages)
 
 
 def _gather(total: Traffic, phase: str, levels: Sequence[Level], payload_bytes: int, times: int = 1) -> None:

@@ -1,9 +1,9 @@
 """The composition, in one visible order:
 
-cut → shard → bind → write gradients directly → tile → recompute → reduce → gather → run.
+cut → shard → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
 
 plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ tiling.apply ─▶
-recompute.apply ─▶ data ─▶ gather ─▶ StageRunner
+recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from meshwright.parallel.loss import cross_entropy_sum
 from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.shards import gather_start
 from meshwright.parallel.states import DTYPES, FlatStates
-from meshwright.schedule.build import forward_program, program
+from meshwright.schedule.build import program
+from meshwright.schedule.evaluation import evaluation_program
 
 
 class _StageLoss(nn.Module):
@@ -75,24 +76,27 @@ class ParallelModel:
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
-        direct.apply(self.states)
+        self.products = direct.apply(self.states)
         self.tiles = tiling.apply(self.states, mesh, strategy)
         if strategy.recompute == "full":
             recompute.apply(model.layers, mesh.ledger)
+        stages = pipeline.split(model, spec, strategy, mesh[PP].index)
         self.reducer = GradientReducer(self.states, mesh)
-        self.gatherer = Gatherer(model, self.states, mesh, strategy)
+        self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)
         self.runner = StageRunner(
-            model,
+            stages,
             _StageLoss(spec, mesh),
             mesh,
+            strategy,
             self.reducer,
             self.gatherer,
+            self.products,
             spec.hidden_size,
             DTYPES[strategy.recipe.parameter],
         )
         self._model = model
         self._pending_reduction = False
-        self._rows: dict[tuple[str, int, bool], tuple[Action, ...]] = {}
+        self._rows: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
 
     def forward_backward(
         self,
@@ -119,13 +123,13 @@ class ParallelModel:
             loss_scale: scalar that backward starts with; every gradient is so many times larger.
 
         Returns:
-            the sum of losses over this rank's tokens (float64; non-zero on the last stage) divided by `num_tokens`.
+            the sum of losses over this rank's tokens (float64; non-zero where the last stage is) over `num_tokens`.
         """
         if self._pending_reduction:
             raise InputError(
                 "gradients were already reduced; call the optimizer's step before the next forward_backward"
             )
-        row = self._row((self.strategy.schedule, len(micro_batches), reduce))
+        row = self._row(len(micro_batches), trains=True, reduce=reduce)
         counted = self.count_tokens(micro_batches) if num_tokens is None else num_tokens
         scale = 1.0 / counted.clamp(min=1)
         loss = self.runner.run(row, micro_batches, scale if loss_scale is None else scale * loss_scale)
@@ -135,22 +139,21 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, counted tokens) over these micro-batches of all ranks; every rank returns them."""
-        row = self._row(("forward", len(micro_batches), False))
+        row = self._row(len(micro_batches), trains=False, reduce=False)
         tokens = self.count_tokens(micro_batches)
         loss = self.runner.run(row, micro_batches, torch.ones_like(tokens))
         with self.mesh.ledger.phase("evaluate"):
             return all_reduce(self.own_loss(loss).clone(), self.mesh[WORLD]), tokens
 
-    def _row(self, key: tuple[str, int, bool]) -> tuple[Action, ...]:
-        """This rank's row of the (schedule, micro-batches, reduce) program, built once."""
+    def _row(self, num_micro_batches: int, *, trains: bool, reduce: bool) -> tuple[Action, ...]:
+        """This rank's row of a program, built once."""
+        key = num_micro_batches, trains, reduce
         if key not in self._rows:
-            name, num_micro_batches, reduce = key
-            pp = self.mesh[PP]
-            is_training = name != "forward"
+            s, pp = self.strategy, self.mesh[PP]
             built = (
-                program(name, pp.size, num_micro_batches, reduce)
-                if is_training
-                else forward_program(pp.size, num_micro_batches)
+                program(s.schedule, pp.size, num_micro_batches, reduce, num_chunks=s.stages_per_rank)
+                if trains
+                else evaluation_program(s, num_micro_batches)
             )
             self._rows[key] = built.rows[pp.index]
         return self._rows[key]
@@ -161,7 +164,8 @@ class ParallelModel:
 
     def census(self) -> ActivationCensus:
         """A context that counts what autograd keeps of this model's activations."""
-        return ActivationCensus([*(bucket.parameters for bucket in self.states.buckets), *self.constants()])
+        ignored = [*(bucket.parameters for bucket in self.states.buckets), *self.constants()]
+        return ActivationCensus(ignored, self.products)
 
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` on the one rank of a tp group that counts it, zero on the others."""

@@ -7,6 +7,8 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.parallel.direct import Products
+
 
 class _Kept:
     """One saved tensor; when autograd drops it, the census counts it off."""
@@ -24,13 +26,15 @@ class _Kept:
 class ActivationCensus:
     """Context in which the memory that forward leaves for backward is counted, each storage once.
 
-    Storages that were there before (parameters, constant tables) do not count; name them in `ignore`.
+    Storages that were there before (parameters, constant tables) do not count; name them in `ignore`. What postponed
+    weight gradients keep counts too; name where they are left.
 
     Attributes:
         peak_bytes: largest sum of kept storages so far.
     """
 
-    def __init__(self, ignore: list[torch.Tensor]) -> None:
+    def __init__(self, ignore: list[torch.Tensor], products: Products | None = None) -> None:
+        self._products = products or Products()
         self._ignored = {t.untyped_storage().data_ptr() for t in ignore}
         self._uses: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
@@ -40,12 +44,14 @@ class ActivationCensus:
 
     def __enter__(self) -> ActivationCensus:
         self._hooks.__enter__()
+        self._products.keep = lambda tensor: _Kept(self, tensor)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
+        self._products.keep = lambda tensor: None
 
     def _add(self, tensor: torch.Tensor) -> int:
         key = tensor.untyped_storage().data_ptr()

@@ -13,8 +13,8 @@ The loss is divided by the tokens of the whole step before backward, so every re
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Protocol
 from weakref import WeakMethod
 
@@ -74,8 +74,14 @@ class GradientReducer:
             is_kept = all(isinstance(bucket.own_gradients, torch.Tensor) for bucket in states.buckets)
             shards = _Shards if is_kept else _StoredShards
             self._policy = shards(states, mesh, states.gradient_pool, self._launch_through)
-        self._armed = False
-        self._missing: dict[int, int] = {}
+        self._stages = {s for b in states.buckets for slot in b.layout.slots for s in slot.placement.stages}
+        self._stage = min(self._stages, default=0)
+        """Whose backward runs."""
+        self._armed: set[int] = set()
+        self._finished: set[int] = set()
+        self._index_of: dict[GradientSink, int] = {}
+        self._missing: dict[int, dict[int, int]] = {}
+        """Bucket → stage → gradients that its last backward has not written yet."""
         self._waiting: deque[int] = deque()
         for index, bucket in enumerate(states.buckets):
             for slot in bucket.layout.slots:
@@ -89,6 +95,7 @@ class GradientReducer:
         ready = held_weakly(self._ready, index)
         if (sink := self._states.sinks.get(name)) is not None:
             sink.on_written = ready
+            self._index_of[sink] = index
             return
         if parameter.dtype == view.dtype:
             parameter.grad = view  # autograd accumulates in place
@@ -108,24 +115,35 @@ class GradientReducer:
         """Gradients of the next backward are the first of a step."""
         self._policy.start_step()
 
-    def arm(self) -> None:
-        """The next backward is the last of the step: buckets may go as soon as they are complete."""
-        self._armed = True
-        self._waiting = deque(range(len(self._states.buckets)))
-        self._missing = {i: sum(map(self._num_writes, self._states.buckets[i].layout.slots)) for i in self._waiting}
+    def arm(self, stage: int) -> None:
+        """The next backward of `stage` is its last of the step: buckets may go as soon as all their stages have been
+        through their last one."""
+        if not self._armed:
+            self._expect(self._stages)
+        self._armed.add(stage)
+
+    def _expect(self, stages: Set[int]) -> None:
+        """Wait for the gradients of these stages, and for the buckets that hold them."""
+        self._missing = {}
+        for index, bucket in enumerate(self._states.buckets):
+            for slot in bucket.layout.slots:
+                for stage in stages.intersection(slot.placement.stages):
+                    missing = self._missing.setdefault(index, dict.fromkeys(stages, 0))
+                    missing[stage] += self._num_writes(slot)
+        self._waiting = deque(self._missing)
 
     def _num_writes(self, slot: Slot) -> int:
-        """How often one backward reports this gradient: autograd once, sinks for every layer that writes."""
+        """How often one backward of a stage reports this gradient: autograd once, sinks for every layer that writes."""
         if slot.placement.name in self._states.frozen:
             return 0
         sink = self._states.sinks.get(slot.placement.key)
-        return 1 if sink is None else sink.num_uses
+        return 1 if sink is None else sink.num_uses // len(slot.placement.stages)
 
     def _ready(self, index: int) -> None:
-        if not self._armed:
+        if self._stage not in self._armed:
             return
-        self._missing[index] -= 1
-        if self._missing[index] < 0:
+        self._missing[index][self._stage] -= 1
+        if self._missing[index][self._stage] < 0:
             name = self._states.buckets[index].layout.slots[0].placement.name
             raise UnsupportedError(
                 f"gradients arrived in the bucket of `{name}` after it was reduced; a layer that is run several times "
@@ -135,25 +153,39 @@ class GradientReducer:
             self._launch_next()
 
     def _may_go(self, index: int) -> bool:
-        return self._missing[index] <= 0 and self._policy.may_go(self._states.buckets[index])
+        return not any(self._missing[index].values()) and self._policy.may_go(self._states.buckets[index])
 
-    def start_backward(self) -> None:
-        """The backward of a micro-batch begins."""
+    def start_backward(self, stage: int, sinks: Iterable[GradientSink] | None = None) -> None:
+        """The backward of a micro-batch on `stage` begins.
+
+        Args:
+            sinks: where it writes, each as often as it does, if the rest of the stage's gradients was written before.
+        """
+        self._stage = stage
         if self._policy.every_backward:
-            self.arm()
+            self._expect({stage})
+            self._armed = {stage}
+        elif sinks is not None and stage in self._armed:
+            written = Counter(self._index_of[sink] for sink in sinks)
+            for index, missing in self._missing.items():
+                missing[stage] = written[index]
 
     def end_backward(self) -> None:
         """It has ended; gradients that it did not reach are zero."""
         if self._policy.every_backward:
             self._launch_through(len(self._states.buckets) - 1)
-            self._armed = False
+            self._armed.clear()
 
-    def finish(self) -> None:
-        """Launch what backward left (unused parameters), and wait for all reductions."""
+    def finish(self, stage: int) -> None:
+        """With the last of the rank's stages: launch what backward left (unused parameters), and wait for all."""
+        self._finished.add(stage)
+        if self._finished != self._stages:
+            return
         if not self._policy.every_backward:
             self._launch_through(len(self._states.buckets) - 1)
         self._policy.finish()
-        self._armed = False
+        self._armed.clear()
+        self._finished.clear()
 
     def _launch_next(self) -> None:
         self._policy.launch(self._waiting.popleft())

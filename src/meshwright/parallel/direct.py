@@ -8,10 +8,17 @@ that adds it, and the zeroing; of an embedding, a dense gradient of the whole ta
 What it needs: weights that are used by the layers below only, each once per micro-batch. Biases, norms and learned
 positions are left to autograd.
 What it costs: nothing; the same tensors are kept for backward. Measured in `docs/performance.md`.
+
+Where a schedule splits backward, I computes dX and postpones the product: x and the gradient are kept until W computes
+dW from them. Biases, norms and look-ups are part of I.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,27 +30,78 @@ from meshwright.parallel.states import FlatStates, GradientSink
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight gradient that is still to be computed."""
+
+    sink: GradientSink
+    grads: torch.Tensor
+    """Of the layer's output, [T, out]."""
+    inputs: torch.Tensor
+    """[T, in]."""
+    kept: tuple[object, ...]
+    """What counts the two as kept, while they are."""
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """dW, to its sink."""
+        self.sink.add_product(self.grads, self.inputs)
+
+
+class Products:
+    """Where linear layers leave their weight gradients: computed at once, or postponed (Qi et al. 2023, I and W).
+
+    Attributes:
+        keep: called with what a postponed product keeps; holds what it returns as long.
+    """
+
+    def __init__(self) -> None:
+        self.keep: Callable[[torch.Tensor], object] = lambda x: None
+        self._postponed: deque[Product] | None = None
+
+    @contextmanager
+    def postponed(self) -> Iterator[deque[Product]]:
+        """Backward that runs inside leaves its products in the queue, in order."""
+        self._postponed = queue = deque[Product]()
+        try:
+            yield queue
+        finally:
+            self._postponed = None
+
+    def add(self, sink: GradientSink, grads: torch.Tensor, inputs: torch.Tensor) -> None:
+        """dW [out, in] = gradsᵀ · inputs, of grads [T, out] and inputs [T, in]."""
+        if self._postponed is None:
+            sink.add_product(grads, inputs)
+        else:
+            self._postponed.append(Product(sink, grads, inputs, (self.keep(grads), self.keep(inputs))))
+
+
 class _Linear(torch.autograd.Function):
     """F.linear; the weight's gradient goes to its sink, and autograd sees none."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: GradientSink
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sink: GradientSink,
+        products: Products,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink
+        ctx.sink, ctx.products = sink, products
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grads = grad.reshape(-1, grad.shape[-1])
         grad_x = (grads @ weight).view_as(x) if needs_x else None
         if needs_weight:
-            ctx.sink.add_product(grads, x.reshape(-1, x.shape[-1]))
-        return grad_x, None, grads.sum(0) if needs_bias else None, None
+            ctx.products.add(ctx.sink, grads, x.reshape(-1, x.shape[-1]))
+        return grad_x, None, grads.sum(0) if needs_bias else None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -63,8 +121,9 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def apply(states: FlatStates) -> None:
+def apply(states: FlatStates) -> Products:
     """Give every weight that only such layers use a sink, and let its layers write into it."""
+    products = Products()
     for bucket, slot in states.slots():
         name = slot.placement.name
         places = states.owners.get(name, [])
@@ -75,15 +134,16 @@ def apply(states: FlatStates) -> None:
         ):
             sink = states.sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), len(places))
             for module, _ in places:
-                _install(module, sink)
+                _install(module, sink, products)
+    return products
 
 
 def _writes(module: nn.Module) -> bool:
     return isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
 
 
-def _install(module: nn.Module, sink: GradientSink) -> None:
+def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
     if isinstance(module, VocabParallelEmbedding):
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
     else:
-        module.multiply = lambda x, weight, bias: _Linear.apply(x, weight, bias, sink)
+        module.multiply = lambda x, weight, bias: _Linear.apply(x, weight, bias, sink, products)

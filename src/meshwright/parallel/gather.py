@@ -9,13 +9,13 @@ A block is gathered into the buffer of its pool (`core.flat.Pool`) when its forw
 `prefetch` blocks ahead are on their way by then; where shards lie on a tier, the last of these is being read and not
 gathered yet. With `keep_gathered` each block has a buffer of its own, and stays
 gathered until the step ends.
-What it needs: that every rank runs all blocks in order. What it costs: phase `gather` in `cost.traffic`, the pool in
-`cost.memory`.
+What it needs: that every rank runs all blocks of a stage in order. What it costs: phase `gather` in `cost.traffic`,
+the pool in `cost.memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,7 +50,14 @@ class Gatherer:
         most_gathered: the largest number of blocks that were gathered, or on their way, at a time.
     """
 
-    def __init__(self, model: nn.Module, states: FlatStates, mesh: Mesh, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Mapping[int, nn.Module],
+        states: FlatStates,
+        mesh: Mesh,
+        strategy: Strategy,
+    ) -> None:
         self._mesh, self._levels = mesh, states.way.scatter
         self._keeps, self._prefetch = strategy.keep_gathered, strategy.prefetch
         modules = {} if states.keeps_whole_parameters else _modules(model, states)
@@ -61,13 +68,14 @@ class Gatherer:
         self._running: dict[int, Started] = {}
         self._gathered: set[int] = set()
         self._passed: list[int] = []
-        order = list(modules.values())
         index_of = {block.name: index for index, block in enumerate(self.blocks)}
-        self._forward_order = [index_of[name] for name in dict.fromkeys(order)]
-        self._backward_order = [index_of[name] for name in dict.fromkeys(reversed(order))]
-        self._order: Sequence[int] = self._forward_order
-        self._comes_back: set[int] = set()
-        """Blocks that backward goes through: not those in front of the first trained parameter."""
+        runs = {stage: [index_of[modules[m]] for m in part.modules() if m in modules] for stage, part in stages.items()}
+        self._forward_order = {stage: list(dict.fromkeys(run)) for stage, run in runs.items()}
+        self._backward_order = {stage: list(dict.fromkeys(reversed(run))) for stage, run in runs.items()}
+        self._stage, self._run, self._order = min(stages), "forward", list[int]()
+        """What runs, and the blocks that it needs."""
+        self._comes_back: set[tuple[int, int]] = set()
+        """(stage, block) that backward goes through: not those in front of the first trained parameter."""
         self.most_gathered = 0
         for module, name in modules.items():
             self._hook(module, index_of[name])
@@ -75,27 +83,28 @@ class Gatherer:
     def _hook(self, module: nn.Module, index: int) -> None:
         def on_output(_: nn.Module, inputs: object, out: torch.Tensor) -> None:
             if out.requires_grad:
-                self._comes_back.add(index)
+                self._comes_back.add((self._stage, index))
                 out.register_hook(lambda grad: self._open(index))
 
         module.register_forward_pre_hook(lambda _, inputs: self._open(index))
         module.register_forward_hook(on_output)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the forward of one micro-batch."""
-        with self._pass(self._forward_order):
+    def forward(self, stage: int) -> Iterator[None]:
+        """Around the forward of one micro-batch on a stage."""
+        with self._pass(stage, "forward", self._forward_order[stage]):
             yield
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around the backward of one micro-batch."""
-        with self._pass([index for index in self._backward_order if index in self._comes_back]):
+    def backward(self, stage: int) -> Iterator[None]:
+        """Around the backward of one micro-batch on a stage."""
+        order = [index for index in self._backward_order[stage] if (stage, index) in self._comes_back]
+        with self._pass(stage, "backward", order):
             yield
 
     @contextmanager
-    def _pass(self, order: Sequence[int]) -> Iterator[None]:
-        self._order = order
+    def _pass(self, stage: int, run: str, order: list[int]) -> Iterator[None]:
+        self._stage, self._run, self._order = stage, run, order
         self._passed.clear()
         yield
         self._check_order(None)
@@ -160,10 +169,9 @@ class Gatherer:
         done = len(self._passed)
         expected = self._order[done] if done < len(self._order) else None
         if expected is not None and index != expected:
-            run = "forward" if self._order is self._forward_order else "backward"
             raise RankError(
-                f"rank {self._mesh.rank}: block `{self.blocks[expected].name}` was skipped in {run}; with zero=3 all "
-                f"ranks gather its parameters together, so every rank must run every block, in order"
+                f"rank {self._mesh.rank}: block `{self.blocks[expected].name}` was skipped in {self._run}; with zero=3 "
+                f"all ranks gather its parameters together, so every rank must run every block, in order"
             )
 
 

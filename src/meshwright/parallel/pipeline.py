@@ -1,14 +1,21 @@
-"""Pipeline parallelism: a stage of the model, and the interpreter that runs one row of any Program.
+"""Pipeline parallelism: the stages of a rank, and the interpreter that runs one row of any Program.
 
-What it divides: the layers, contiguously (Huang et al. 2019, GPipe).
-What it needs: rules `pp-layers`, `pp-layer-list`. What it costs: one hidden state per boundary,
-micro-batch and direction; activations by the table's peak of live micro-batches.
+What it divides: the layers, contiguously (Huang et al. 2019, GPipe); a rank runs one part of them, or several
+(Narayanan et al. 2021, SC21).
+
+    from another rank   RECV_F ──▶ F ──▶ SEND_F      to another rank
+    on the same rank           F ──▶ F               a detached tensor is handed over; each stage has a graph of its own
+    backward             B, or I (what the stage before waits for) and later W (the products that I left)
+
+What it needs: rules `pp-layers`, `pp-layer-list`, `pp-chunks`, `pp-timetable`. What it costs: one hidden state per
+boundary between ranks, micro-batch and direction; activations by what the table holds at its fullest.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -25,27 +32,55 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.program import Action, Kind
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.data import GradientReducer
+from meshwright.parallel.direct import Product, Products
 from meshwright.parallel.gather import Gatherer
 
 MAX_SENDS = 2
 """Sends under way per rank before the oldest is waited for."""
 
 
-def _tag(action: Action) -> int:
-    """Distinguishes the messages between two stages within a step."""
-    return 2 * action.micro_batch + (action.kind in (Kind.SEND_B, Kind.RECV_B))
+def cut(model: nn.Module, spec: ModelSpec, strategy: Strategy, rank: int) -> None:
+    """Leave in `model` only what the stages of a pipeline rank run, in place."""
+    stages = strategy.rank_stages(rank)
+    _keep(model, {layer for stage in stages for layer in strategy.stage_layers(spec.num_layers)[stage]})
+    _keep_ends(model, *map(any, zip(*map(strategy.stage_ends, stages), strict=True)))
 
 
-def cut(model: nn.Module, spec: ModelSpec, strategy: Strategy, stage: int) -> None:
-    """Leave in `model` only what stage `stage` runs, in place."""
-    keep = {str(layer) for layer in strategy.stage_layers(spec.num_layers)[stage]}
+def split(model: nn.Module, spec: ModelSpec, strategy: Strategy, rank: int) -> dict[int, nn.Module]:
+    """Stage → its part of a model that was cut for the rank. All modules are the model's own; a single stage is it."""
+    stages = strategy.rank_stages(rank)
+    if len(stages) == 1:
+        return {stages[0]: model}
+    parts = {}
+    for stage in stages:
+        part = parts[stage] = copy(model)
+        part._modules = dict(model._modules)
+        part.layers = nn.ModuleDict(model.layers)
+        _keep(part, set(strategy.stage_layers(spec.num_layers)[stage]))
+        _keep_ends(part, *strategy.stage_ends(stage))
+    return parts
+
+
+def _keep(model: nn.Module, layers: set[int]) -> None:
     for name in list(model.layers):
-        if name not in keep:
+        if int(name) not in layers:
             del model.layers[name]
-    if stage > 0:
+
+
+def _keep_ends(model: nn.Module, first: bool, last: bool) -> None:
+    if not first:
         model.embedding = model.positions = None
-    if stage < strategy.pp - 1:
+    if not last:
         model.final_norm = model.head = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One stage of this rank, and the pipeline ranks of its neighbours: None beyond the ends."""
+
+    module: nn.Module
+    before: int | None
+    after: int | None
 
 
 @dataclass(slots=True)
@@ -53,51 +88,57 @@ class _InFlight:
     """What a stage keeps of one micro-batch between its forward and its backward."""
 
     into: torch.Tensor | None = None
-    """Input, a leaf that collects the gradient to send back; None on the first stage."""
+    """Input, a leaf that collects the gradient to pass back; None on the first stage."""
     out: torch.Tensor | None = None
-    """Output until it is sent, or the loss on the last stage."""
+    """Output until it is sent."""
     edge: GradientEdge | None = None
-    """Where backward starts; the output's memory is free once it was sent."""
+    """Where backward starts; the output's memory is free once it was sent. None where nothing is trained."""
     gradient: torch.Tensor | None = None
-    """Gradient of the output, received."""
+    """Gradient of the output, received; of the loss, what backward starts with."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """One run over a row: its micro-batches and what is under way."""
+    """One run over a row: its micro-batches and what is under way, by (stage, micro-batch)."""
 
     micro_batches: Sequence[MicroBatch]
     loss_gradient: torch.Tensor
-    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    products: dict[tuple[int, int], deque[Product]] = field(default_factory=dict)
+    """What I has left for W."""
     sends: deque[Work] = field(default_factory=deque)
     losses: list[torch.Tensor] = field(default_factory=list)
 
 
 class StageRunner:
-    """Runs one rank's row of a Program over one stage of the model.
+    """Runs one rank's row of a Program over its stages of the model.
 
     Args:
-        model: the stage, cut from the model.
+        stages: number → module, as :func:`split` returns them.
         loss: (logits, labels) → sum of the counted tokens' losses; called on the last stage.
+        products: where linear layers leave their weight gradients.
         hidden_size, dtype: of the boundary tensors [b, s, h].
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        stages: Mapping[int, nn.Module],
         loss: nn.Module,
         mesh: Mesh,
+        strategy: Strategy,
         reducer: GradientReducer,
         gatherer: Gatherer,
+        products: Products,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self._model = model
+        self._stages = {stage: _neighbours(module, stage, strategy) for stage, module in stages.items()}
         self._loss = loss
         self._mesh = mesh
         self._pp = mesh[PP]
         self._reducer = reducer
         self._gatherer = gatherer
+        self._products = products
         self.trace: list[tuple[Action, float, float]] | None = None
         """Set to a list to record (action, start, end) in seconds; None records nothing."""
         self._hidden_size = hidden_size
@@ -105,26 +146,20 @@ class StageRunner:
         self._do = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.I: self._input_gradient,
+            Kind.W: self._weight_gradients,
             Kind.SEND_F: self._send_forward,
             Kind.RECV_F: self._receive_forward,
             Kind.SEND_B: self._send_backward,
             Kind.RECV_B: self._receive_backward,
-            Kind.ARM: lambda step, action: self._reducer.arm(),
-            Kind.REDUCE: lambda step, action: self._reducer.finish(),
+            Kind.ARM: lambda step, action: self._reducer.arm(action.stage),
+            Kind.REDUCE: lambda step, action: self._reducer.finish(action.stage),
         }
-
-    @property
-    def is_first(self) -> bool:
-        return self._pp.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self._pp.index == self._pp.size - 1
 
     def run(
         self, row: Sequence[Action], micro_batches: Sequence[MicroBatch], loss_gradient: torch.Tensor
     ) -> torch.Tensor:
-        """Carry out `row`. Returns the sum of losses on the last stage, zero elsewhere (float64 scalar).
+        """Carry out `row`. Returns the sum of losses where the last stage stands, zero elsewhere (float64 scalar).
 
         Args:
             loss_gradient: what backward of the loss sum starts with: 1 / counted tokens of the step.
@@ -147,49 +182,74 @@ class StageRunner:
         return torch.empty((*tokens.shape, self._hidden_size), dtype=self._dtype, device=tokens.device)
 
     def _forward(self, step: _Step, action: Action) -> None:
-        tokens, labels = step.micro_batches[action.micro_batch]
-        flight = step.in_flight.setdefault(action.micro_batch, _InFlight())
-        with self._mesh.ledger.phase("forward"), self._gatherer.forward():
-            out = self._model(tokens if flight.into is None else flight.into)
-            if self.is_last:
+        stage, k, trains = self._stages[action.stage], action.micro_batch, torch.is_grad_enabled()
+        tokens, labels = step.micro_batches[k]
+        flight = step.in_flight.setdefault((action.stage, k), _InFlight())
+        with self._mesh.ledger.phase("forward"), self._gatherer.forward(action.stage):
+            out = stage.module(tokens if flight.into is None else flight.into)
+            if stage.after is None:
                 out = self._loss(out, labels)
                 step.losses.append(out.detach())
-        flight.out = out
-        if out.requires_grad:
-            flight.edge = get_gradient_edge(out)
-            flight.gradient = step.loss_gradient.to(out.dtype) if self.is_last else None
-        if self.is_last:
-            flight.out = None
-            if flight.edge is None:
-                del step.in_flight[action.micro_batch]  # evaluation: nothing comes back
+        flight.edge = get_gradient_edge(out) if out.requires_grad else None
+        if stage.after is None:
+            flight.gradient = step.loss_gradient.to(out.dtype)
+        elif stage.after == self._pp.index:
+            step.in_flight[action.stage + 1, k] = _InFlight(into=out.detach().requires_grad_(trains))
+        else:
+            flight.out = out
+        if not trains and flight.out is None:
+            del step.in_flight[action.stage, k]  # evaluation: nothing comes back
 
     def _backward(self, step: _Step, action: Action) -> None:
-        flight = step.in_flight[action.micro_batch]
-        self._reducer.start_backward()
-        with self._mesh.ledger.phase("backward"), self._gatherer.backward():
-            torch.autograd.backward(flight.edge, flight.gradient)
+        flight = step.in_flight[action.stage, action.micro_batch]
+        self._reducer.start_backward(action.stage)
+        with self._mesh.ledger.phase("backward"), self._gatherer.backward(action.stage):
+            if flight.edge is not None:
+                torch.autograd.backward(flight.edge, flight.gradient)
         self._reducer.end_backward()
         flight.edge = flight.gradient = None
-        if self.is_first:
-            del step.in_flight[action.micro_batch]
+        self._hand_back(step, action)
+
+    def _hand_back(self, step: _Step, action: Action) -> None:
+        """The gradient of a stage's input, to where it goes; one for another rank waits for its SEND."""
+        stage, at = self._stages[action.stage], (action.stage, action.micro_batch)
+        if stage.before == self._pp.index:
+            step.in_flight[action.stage - 1, action.micro_batch].gradient = step.in_flight[at].into.grad
+        if stage.before in (None, self._pp.index):
+            del step.in_flight[at]
+
+    def _input_gradient(self, step: _Step, action: Action) -> None:
+        with self._products.postponed() as left:
+            self._backward(step, action)
+        step.products[action.stage, action.micro_batch] = left
+
+    def _weight_gradients(self, step: _Step, action: Action) -> None:
+        left = step.products.pop((action.stage, action.micro_batch))
+        self._reducer.start_backward(action.stage, [product.sink for product in left])
+        with self._mesh.ledger.phase("backward"):
+            while left:
+                left.popleft().write()
+        self._reducer.end_backward()
 
     def _send_forward(self, step: _Step, action: Action) -> None:
-        flight = step.in_flight[action.micro_batch]
+        at = action.stage, action.micro_batch
+        flight, to = step.in_flight[at], self._stages[action.stage].after
         with self._mesh.ledger.phase("forward"):
-            self._post(step, send_start(flight.out.detach(), self._pp, self._pp.index + 1, _tag(action)))
+            self._post(step, send_start(flight.out.detach(), self._pp, to, _tag(step, action)))
         flight.out = None
-        if flight.edge is None:
-            del step.in_flight[action.micro_batch]  # evaluation: nothing comes back
+        if not torch.is_grad_enabled():
+            del step.in_flight[at]  # evaluation: nothing comes back
 
     def _receive_forward(self, step: _Step, action: Action) -> None:
-        into = self._boundary(step, action.micro_batch)
-        recv_start(into, self._pp, self._pp.index - 1, _tag(action)).wait()
-        step.in_flight[action.micro_batch] = _InFlight(into=into.requires_grad_(torch.is_grad_enabled()))
+        into, source = self._boundary(step, action.micro_batch), self._stages[action.stage].before
+        recv_start(into, self._pp, source, _tag(step, action)).wait()
+        flight = _InFlight(into=into.requires_grad_(torch.is_grad_enabled()))
+        step.in_flight[action.stage, action.micro_batch] = flight
 
     def _send_backward(self, step: _Step, action: Action) -> None:
-        flight = step.in_flight.pop(action.micro_batch)
+        flight, to = step.in_flight.pop((action.stage, action.micro_batch)), self._stages[action.stage].before
         with self._mesh.ledger.phase("backward"):
-            self._post(step, send_start(flight.into.grad, self._pp, self._pp.index - 1, _tag(action)))
+            self._post(step, send_start(flight.into.grad, self._pp, to, _tag(step, action)))
 
     def _post(self, step: _Step, send: Work) -> None:
         """Keep a send alive, and few of them, so that sent outputs do not pile up."""
@@ -198,6 +258,22 @@ class StageRunner:
             step.sends.popleft().wait()
 
     def _receive_backward(self, step: _Step, action: Action) -> None:
-        gradient = self._boundary(step, action.micro_batch)
-        recv_start(gradient, self._pp, self._pp.index + 1, _tag(action)).wait()
-        step.in_flight[action.micro_batch].gradient = gradient
+        gradient, source = self._boundary(step, action.micro_batch), self._stages[action.stage].after
+        recv_start(gradient, self._pp, source, _tag(step, action)).wait()
+        step.in_flight[action.stage, action.micro_batch].gradient = gradient
+
+
+def _neighbours(module: nn.Module, stage: int, strategy: Strategy) -> _Stage:
+    first, last = strategy.stage_ends(stage)
+    ranks = strategy.stage_ranks
+    return _Stage(module, None if first else ranks[stage - 1], None if last else ranks[stage + 1])
+
+
+_PRODUCER = {Kind.SEND_F: 0, Kind.RECV_F: -1, Kind.SEND_B: 0, Kind.RECV_B: 1}
+"""Stage that makes what is carried, from the action's own."""
+
+
+def _tag(step: _Step, action: Action) -> int:
+    """Distinguishes the messages of a step, of which two ranks may exchange those of several boundaries."""
+    producer = action.stage + _PRODUCER[action.kind]
+    return 2 * (producer * len(step.micro_batches) + action.micro_batch) + (action.kind in (Kind.SEND_B, Kind.RECV_B))

@@ -28,17 +28,19 @@ def balance(num_layers: int, num_stages: int, head: float) -> tuple[int, ...]:
 
 def head_in_layers(model: ModelSpec, job: Job, strategy: Strategy) -> float:
     """Training FLOPs of the head over those of one layer on a rank; recomputation repeats layers only."""
-    whole = strategy.model_copy(update={"pp": 1, "layers_per_stage": None})
+    alone = {"pp": 1, "layers_per_stage": None, "schedule": Strategy().schedule, "num_chunks": 1}
+    whole = strategy.model_copy(update=alone)
     flops = stage_flops(model, job, whole, 0)
     per_layer = flops.layers / model.num_layers * (4 if strategy.recompute == "full" else 3)
     return 3 * flops.head / per_layer
 
 
 def balanced(strategies: Iterable[Strategy], model: ModelSpec, job: Job) -> Iterator[Strategy]:
-    """The pipelines among `strategies` with balanced instead of even stages, where that is another split."""
+    """The pipelines among `strategies` with balanced instead of even parts, where that is another split."""
     for strategy in strategies:
         if strategy.pp == 1 or strategy.layers_per_stage is not None:
             continue
-        counts = balance(model.num_layers, strategy.pp, head_in_layers(model, job, strategy))
-        if counts != tuple(len(layers) for layers in strategy.stage_layers(model.num_layers)):
+        counts = balance(model.num_layers, strategy.num_parts, head_in_layers(model, job, strategy))
+        even = strategy.stage_layers(model.num_layers)[: strategy.num_parts]
+        if counts != tuple(len(layers) for layers in even):
             yield strategy.model_copy(update={"layers_per_stage": counts})

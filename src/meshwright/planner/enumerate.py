@@ -2,7 +2,7 @@
 
     degrees (dp, tp, pp) with dp × tp × pp = devices
       └─ refused as a whole where a rule of core/rules.py or an advice below is broken
-    choices: micro-batch size × schedule × ZeRO stage × recompute, at one precision
+    choices: micro-batch size × schedule, with stages per rank × ZeRO stage × recompute, at one precision
       └─ refused one by one
 
 A fixed field has one value, and an advice (unlike a rule) yields to it.
@@ -20,8 +20,8 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import Case, all_degrees, check, divisors, nearest_legal, violations
-from meshwright.core.schedule import schedules
+from meshwright.core.rules import OF_MICRO_BATCHES, Case, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.schedule import find_schedule, schedules
 from meshwright.core.strategy import Offload, Precision, Strategy
 from meshwright.core.units import counted
 from meshwright.cost.zero import STAGES
@@ -37,6 +37,13 @@ SMALL_BUCKET_BYTES = 2 * 2**20
 MANY_SIZES = 16
 """So many sizes of micro-batches are all tried. Of more, not all above `SMALL_SIZE`: a step's time is flat there."""
 SMALL_SIZE = 8
+
+
+OF_CHOICES = (OF_MICRO_BATCHES, "pp-chunks")
+"""Rules that other choices at the same degrees may keep."""
+
+MAX_CHUNKS = 4
+"""Stages per rank that are tried unasked. Each further one saves less of the bubble and sends as much more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +83,12 @@ def _tp_in_node(c: Case) -> str | None:
 
 
 def _balance(c: Case) -> str | None:
-    pp, num_layers = c.strategy.pp, c.model.num_layers
+    pp, num_layers, parts = c.strategy.pp, c.model.num_layers, c.strategy.num_parts
     longest = max(len(layers) for layers in c.strategy.stage_layers(num_layers))
-    if longest * pp <= MAX_STAGE_EXCESS * num_layers:
+    if longest * parts <= MAX_STAGE_EXCESS * num_layers:
         return None
-    return f"pp={pp} splits {num_layers} layers so that the longest stage has {longest}, the mean {num_layers / pp:.2f}"
+    mean = num_layers / parts
+    return f"pp={pp} splits {num_layers} layers so that the longest stage has {longest}, the mean {mean:.2f}"
 
 
 ADVICE = (Advice("N4", ("tp",), _tp_in_node), Advice("pp-balance", ("pp", "layers_per_stage"), _balance))
@@ -112,11 +120,11 @@ def _search(
     refused: list[Refusal] = []
     for degrees in _degrees(cluster.num_devices, fix):
         first = _first_choice(degrees, job, cluster, fix)
-        reason = _reason(Case(first, model, cluster, job), advice)
+        reason = _reason(Case(first, model, cluster, job), advice, whole_degree=True)
         if reason:
             refused.append(Refusal(first, *reason, whole_degree=True))
             continue
-        for strategy in _choices(first, job, cluster, fix):
+        for strategy in _choices(first, model, job, cluster, fix):
             reason = _reason(Case(strategy, model, cluster, job), ())
             if reason:
                 refused.append(Refusal(strategy, *reason, whole_degree=False))
@@ -149,20 +157,24 @@ def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fi
     return first
 
 
-def _reason(case: Case, advice: Sequence[Advice]) -> tuple[str, str] | None:
-    """(id, numbers and why) of the first rule, then of the first advice, that speaks against a case."""
-    broken = violations(case.strategy, case.model, case.cluster, case.job)
+def _reason(case: Case, advice: Sequence[Advice], *, whole_degree: bool = False) -> tuple[str, str] | None:
+    """(id, numbers and why) of the first rule, then of the first advice, that speaks against a case, or against all
+    cases of its degrees."""
+    found = violations(case.strategy, case.model, case.cluster, case.job)
+    broken = [v for v in found if not (whole_degree and v.rule.id in OF_CHOICES)]
     if broken:
         return broken[0].rule.id, "; ".join(str(v) for v in broken)
     against = ((a.id, a.against(case)) for a in advice)
     return next(((id, reason) for id, reason in against if reason is not None), None)
 
 
-def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]) -> Iterator[Strategy]:
+def _choices(
+    first: Strategy, model: ModelSpec, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]
+) -> Iterator[Strategy]:
     """Every choice at the degrees of `first`. Without a pipeline all schedules are one; at dp=1 so are ZeRO 0 and 1."""
     options: dict[str, Sequence[Any]] = {
         "micro_batch_size": _micro_batch_sizes(job.global_batch_size // first.dp),
-        "schedule": _offered_schedules() if first.pp > 1 else (Strategy().schedule,),
+        "order": tuple(_orders(first, model.num_layers, fix)),
         "zero": _offered_stages(first, fix),
         "recompute": ("none", "full"),
         "keep_gathered": (False, True) if fix.get("zero") == 3 else (False,),
@@ -171,6 +183,7 @@ def _choices(first: Strategy, job: Job, cluster: ClusterSpec, fix: Mapping[str, 
     options |= {name: (fix[name],) for name in options if name in fix}
     for values in product(*options.values()):
         change = dict(zip(options, values, strict=True))
+        change["schedule"], change["num_chunks"] = change.pop("order")
         if change["shard_over"] == "node" and change["zero"] < 2 and "shard_over" not in fix:
             continue
         num_micro_batches = job.global_batch_size // first.dp // change["micro_batch_size"]
@@ -207,8 +220,23 @@ def _ranks_on_node(first: Strategy, cluster: ClusterSpec) -> int:
     return first.model_copy(update={"shard_over": "node"}).on(cluster).dp_local
 
 
-def _offered_schedules() -> tuple[str, ...]:
-    return tuple(name for name, schedule in schedules().items() if schedule.is_offered)
+def _orders(first: Strategy, num_layers: int, fix: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(schedule, num_chunks). Stages per rank are two, or up to `MAX_CHUNKS` that split the layers evenly."""
+    offered = {name: schedule for name, schedule in schedules().items() if schedule.is_offered}
+    usual = Strategy().schedule
+    if "schedule" in fix:
+        offered = {fix["schedule"]: find_schedule(fix["schedule"])}
+    elif first.pp == 1:
+        offered = {usual: find_schedule(usual)}
+    elif fix.get("num_chunks", 1) > 1:
+        offered = {name: schedule for name, schedule in schedules().items() if schedule.chunks is None}
+    for name, schedule in offered.items():
+        if "num_chunks" in fix or schedule.chunks is not None:
+            yield name, fix.get("num_chunks", 1)
+            continue
+        even = (v for v in range(2, MAX_CHUNKS + 1) if v == 2 or num_layers % (first.pp * v) == 0)
+        fitting = [v for v in even if first.pp * v <= num_layers]
+        yield from ((name, v) for v in fitting or [1] * ("schedule" in fix))
 
 
 def _nothing_legal(

@@ -1,7 +1,8 @@
 """What a strategy costs: memory of its fullest rank, traffic of that rank, seconds of a step.
 
-A `Pricer` belongs to one model, cluster and job and remembers what candidates share: stages of one kind (first, last,
-number of layers) cost the same, and seconds and traffic of a stage do not depend on the schedule. The pipeline's
+A `Pricer` belongs to one model, cluster and job and remembers what candidates share: pipeline ranks of one kind (for
+each stage first, last, number of layers) cost the same, and seconds and traffic of a rank do not depend on the order in
+which it works. The pipeline's
 makespan is a closed form first; the clock replays the table of actions for the few strategies that are worth it.
 """
 
@@ -24,16 +25,15 @@ from meshwright.cost.latency import (
     TimeTerm,
     boundaries_s,
     has_bound,
+    rank_ends_s,
     stage_costs,
-    stage_ends_s,
     step_terms,
     step_time,
 )
-from meshwright.cost.memory import memory
+from meshwright.cost.memory import activations_by_rank, memory
 from meshwright.cost.offload import offload_forecast
-from meshwright.cost.traffic import micro_batch_traffic, step_traffic
+from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
 from meshwright.schedule.build import build_program
-from meshwright.schedule.closed_form import peak_live
 from meshwright.schedule.timeline import Timeline
 from meshwright.sim.clock import simulate
 
@@ -46,7 +46,12 @@ MAX_CELLS = 2**15
 
 def is_long(strategy: Strategy) -> bool:
     """Whether the timetable has more than `MAX_CELLS` cells."""
-    return strategy.pp * strategy.num_micro_batches > MAX_CELLS
+    return num_cells(strategy) > MAX_CELLS
+
+
+def num_cells(strategy: Strategy) -> int:
+    """Stages × micro-batches of its timetable."""
+    return strategy.pp * strategy.stages_per_rank * strategy.num_micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +105,19 @@ class Forecast:
         return f"needs {format_bytes(needs)} per rank of {format_bytes(has or 0)} {where}"
 
 
-def stage_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
-    """For each stage the first stage of its kind: the same ends of the model, the same number of layers."""
-    first_of: dict[tuple[bool, bool, int], int] = {}
+def rank_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
+    """For each pipeline rank the first of its kind: for each stage the same ends of the model, the same number of
+    layers, and the same neighbours on the rank itself."""
+    layers, ranks = strategy.stage_layers(num_layers), strategy.stage_ranks
+    first_of: dict[tuple[object, ...], int] = {}
     kinds = []
-    for stage, layers in enumerate(strategy.stage_layers(num_layers)):
-        kind = (stage == 0, stage == strategy.pp - 1, len(layers))
-        kinds.append(first_of.setdefault(kind, stage))
+    for rank in range(strategy.pp):
+        kind = tuple(
+            (*strategy.stage_ends(stage), len(layers[stage]), *(ranks[near : near + 1] == (rank,) for near in beside))
+            for stage in strategy.rank_stages(rank)
+            for beside in [(max(0, stage - 1), stage + 1)]
+        )
+        kinds.append(first_of.setdefault(kind, rank))
     return tuple(kinds)
 
 
@@ -118,18 +129,19 @@ class _Held:
     num_parameters: int
 
 
-def _held_key(strategy: Strategy, stage: int) -> Key:
-    """All that decides what a rank of a stage holds."""
+def _held_key(strategy: Strategy, rank: int) -> Key:
+    """All that decides what a pipeline rank holds."""
     s = strategy
     by_block = s.zero >= 2
-    return s.dp, s.tp, s.pp, s.layers_per_stage, s.bucket_bytes, s.precision, s.tile, by_block, stage
+    cut = s.layers_per_stage, s.stage_ranks, s.num_parts
+    return s.dp, s.tp, s.pp, cut, s.bucket_bytes, s.precision, s.tile, by_block, rank
 
 
-def _once_key(strategy: Strategy, stage: int) -> Key:
+def _once_key(strategy: Strategy, rank: int) -> Key:
     """All that decides what it sends over dp: once per step, or with ZeRO-2 and 3 per micro-batch."""
     s = strategy
     times = s.num_micro_batches if s.zero >= 2 else 1
-    return *_held_key(s, stage), s.zero, s.shard_over, s.ranks_per_node, s.keep_gathered, times
+    return *_held_key(s, rank), s.zero, s.shard_over, s.ranks_per_node, s.keep_gathered, times
 
 
 class Pricer:
@@ -140,22 +152,22 @@ class Pricer:
         self.cluster = cluster
         self.job = job
         self.num_simulations = 0
-        self._stages: dict[Key, tuple[Traffic, StageCosts]] = {}
+        self._ranks: dict[Key, tuple[Traffic, tuple[StageCosts, ...]]] = {}
         self._steps: dict[Key, Traffic] = {}
         self._held: dict[Key, _Held] = {}
-        self._stage_kinds: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...]] = {}
+        self._rank_kinds: dict[Key, tuple[int, ...]] = {}
 
     def forecast(self, strategy: Strategy) -> Forecast:
         """Memory and traffic exactly; seconds in closed form, or by the clock for a schedule that declares none."""
         costs = self.step_costs(strategy)
-        stage, breakdown = self.fullest(strategy)
+        rank, breakdown = self.fullest(strategy)
         is_bounded = has_bound(strategy)
-        ends_s = stage_ends_s(costs, strategy) if is_bounded else last_work_ends_s(self._clocked(costs, strategy))
+        ends_s = rank_ends_s(costs, strategy) if is_bounded else last_work_ends_s(self._clocked(costs, strategy))
         return Forecast(
             strategy=strategy,
             memory=breakdown,
-            rank=rank_of({PP: stage, DP: 0, TP: 0}, strategy.sizes),
-            traffic=self._stage(strategy, stage)[0],
+            rank=rank_of({PP: rank, DP: 0, TP: 0}, strategy.sizes),
+            traffic=self._rank(strategy, rank)[0],
             step_time=step_time(costs, strategy, ends_s),
             usable_memory_bytes=self.cluster.usable_memory_bytes,
             host_is_device=self.cluster.host_is_device,
@@ -186,74 +198,80 @@ class Pricer:
 
     def step_costs(self, strategy: Strategy) -> StepCosts:
         """Prices of every stage and every stage boundary."""
-        kinds = self._kinds(strategy)
-        priced = {stage: self._stage(strategy, stage)[1] for stage in set(kinds)}
+        kinds, ranks = self._kinds(strategy), strategy.stage_ranks
+        priced = {rank: self._rank(strategy, rank)[1] for rank in set(kinds)}
+        costs = [iter(priced[kind]) for kind in kinds]
         return StepCosts(
-            stages=tuple(priced[stage] for stage in kinds),
+            stages=tuple(next(costs[rank]) for rank in ranks),
             boundaries_s=boundaries_s(self.model, self.job, strategy, self.cluster),
+            stage_ranks=ranks,
         )
 
     def _kinds(self, strategy: Strategy) -> tuple[int, ...]:
-        key = (strategy.pp, strategy.layers_per_stage)
-        if key not in self._stage_kinds:
-            self._stage_kinds[key] = stage_kinds(strategy, self.model.num_layers)
-        return self._stage_kinds[key]
+        key = (strategy.pp, strategy.layers_per_stage, strategy.stage_ranks, strategy.num_parts)
+        if key not in self._rank_kinds:
+            self._rank_kinds[key] = rank_kinds(strategy, self.model.num_layers)
+        return self._rank_kinds[key]
 
-    def _stage(self, strategy: Strategy, stage: int) -> tuple[Traffic, StageCosts]:
-        """Traffic and seconds of a stage: the same for every schedule."""
+    def _rank(self, strategy: Strategy, rank: int) -> tuple[Traffic, tuple[StageCosts, ...]]:
+        """Traffic of a pipeline rank, and seconds of its stages: the same for every order."""
         s = strategy
-        key = (*_once_key(s, stage), s.micro_batch_size, s.num_micro_batches, s.recompute, s.prefetch, s.offload)
-        if key not in self._stages:
-            held = self._rank_buckets(strategy, stage)
-            repeated = micro_batch_traffic(self.model, self.job, strategy, stage)
-            sent = Traffic({**repeated.rows, **self._per_step(strategy, stage).rows})
+        key = (*_once_key(s, rank), s.micro_batch_size, s.num_micro_batches, s.recompute, s.prefetch, s.offload)
+        if key not in self._ranks:
+            held, once = self._rank_buckets(s, rank), self._per_step(s, rank)
             moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None
-            costs = stage_costs(self.model, self.job, s, self.cluster, stage, sent, held.num_parameters, moved)
-            self._stages[key] = sent, costs
-        return self._stages[key]
+            costs = []
+            for stage in s.rank_stages(rank):
+                sent = Traffic({**stages_traffic(self.model, self.job, s, [stage]).rows, **once.rows})
+                costs.append(
+                    stage_costs(self.model, self.job, s, self.cluster, stage, sent, held.num_parameters, moved)
+                )
+            repeated = micro_batch_traffic(self.model, self.job, s, rank)
+            self._ranks[key] = Traffic({**repeated.rows, **once.rows}), tuple(costs)
+        return self._ranks[key]
 
-    def _per_step(self, strategy: Strategy, stage: int) -> Traffic:
+    def _per_step(self, strategy: Strategy, rank: int) -> Traffic:
         """What is sent once per step: the same for all micro-batches and any recomputation."""
-        key = _once_key(strategy, stage)
+        key = _once_key(strategy, rank)
         if key not in self._steps:
-            held = self._rank_buckets(strategy, stage)
-            self._steps[key] = step_traffic(self.model, strategy, {PP: stage, DP: 0, TP: 0}, held.buckets)
+            held = self._rank_buckets(strategy, rank)
+            self._steps[key] = step_traffic(self.model, strategy, {PP: rank, DP: 0, TP: 0}, held.buckets)
         return self._steps[key]
 
-    def _rank_buckets(self, strategy: Strategy, stage: int) -> _Held:
-        """Buckets of the stage's first rank: the same whatever its micro-batches and its ZeRO stage."""
-        key = _held_key(strategy, stage)
+    def _rank_buckets(self, strategy: Strategy, rank: int) -> _Held:
+        """Buckets of the first device of a pipeline rank: the same whatever its micro-batches and its ZeRO stage."""
+        key = _held_key(strategy, rank)
         if key not in self._held:
-            buckets = rank_buckets(self.model, strategy, {PP: stage, DP: 0, TP: 0})
+            buckets = rank_buckets(self.model, strategy, {PP: rank, DP: 0, TP: 0})
             self._held[key] = _Held(buckets, sum(slot.stop - slot.start for b in buckets for slot in b.slots))
         return self._held[key]
 
-    def memory_by_stage(self, strategy: Strategy) -> dict[int, MemoryBreakdown]:
-        """Stage → memory of its fullest rank, for the stage of each kind with the most micro-batches in flight.
+    def memory_by_rank(self, strategy: Strategy) -> dict[int, MemoryBreakdown]:
+        """Pipeline rank → memory of its fullest device, for the rank of each kind with the most activations.
 
         Index 0 of dp and tp has the larger part where a split is uneven.
         """
-        live = peak_live(strategy.schedule, strategy.pp, strategy.num_micro_batches)
-        fullest: dict[int, int] = {}
-        for stage, kind in enumerate(self._kinds(strategy)):
-            if live[stage] > live[fullest.setdefault(kind, stage)]:
-                fullest[kind] = stage
+        fullest: dict[int, tuple[int, int]] = {}
+        kept = activations_by_rank(self.model, self.job, strategy, range(strategy.pp))
+        for rank, (kind, kept_bytes) in enumerate(zip(self._kinds(strategy), kept, strict=True)):
+            if kind not in fullest or kept_bytes > fullest[kind][0]:
+                fullest[kind] = kept_bytes, rank
         return {
-            stage: memory(
+            rank: memory(
                 self.model,
                 self.job,
                 strategy,
-                {PP: stage, DP: 0, TP: 0},
-                self._rank_buckets(strategy, stage).buckets,
+                {PP: rank, DP: 0, TP: 0},
+                self._rank_buckets(strategy, rank).buckets,
             )
-            for stage in sorted(fullest.values())
+            for _, rank in sorted(fullest.values(), key=lambda item: item[1])
         }
 
     def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
-        """The stage whose ranks hold most, and what they hold."""
+        """The pipeline rank whose devices hold most, and what they hold."""
         shared = self.cluster.host_is_device
         return max(
-            self.memory_by_stage(strategy).items(), key=lambda item: item[1].total_bytes + item[1].host_bytes * shared
+            self.memory_by_rank(strategy).items(), key=lambda item: item[1].total_bytes + item[1].host_bytes * shared
         )
 
 

@@ -17,7 +17,7 @@ from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import Refusal, strategies
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
-from meshwright.planner.price import Forecast, Pricer, is_long
+from meshwright.planner.price import Forecast, Pricer, is_long, num_cells
 from meshwright.planner.too_small import nothing_fits
 
 
@@ -160,7 +160,7 @@ def replay_small(
 ) -> list[Forecast]:
     """Replay the first few timetables that are not large; the first strategy stays first."""
     few = ranked[: options.num_simulated]
-    small = (f.simulated or f.strategy.pp * f.strategy.num_micro_batches > options.max_cells for f in few)
+    small = (f.simulated or num_cells(f.strategy) > options.max_cells for f in few)
     replayed = [f if keep else simulate(f) for f, keep in zip(few, small, strict=True)]
     return [ranked[0], *in_order([*replayed[1:], *ranked[options.num_simulated :]])]
 

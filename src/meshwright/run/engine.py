@@ -277,7 +277,14 @@ def make_mesh(plan: Plan) -> Mesh:
     start("cpu" if plan.cluster.backend == "gloo" else "cuda")
     strategy = plan.strategy
     replicas = kv_replicas(plan.model, strategy.tp)
-    return Mesh.create(strategy.sizes, kv_replicas=replicas, dp_local=strategy.dp_local, ledger=Ledger())
+    return Mesh.create(
+        strategy.sizes,
+        kv_replicas=replicas,
+        dp_local=strategy.dp_local,
+        pp_ends=strategy.end_ranks,
+        pp_mirrored=strategy.pipeline_schedule.num_directions > 1,
+        ledger=Ledger(),
+    )
 
 
 def parallelize(

@@ -47,7 +47,7 @@ def _strategy(planned: Strategy) -> Strategy:
         degrees |= {DP: 4, PP: 1}  # two nodes of two
     change = {
         **degrees,
-        "num_micro_batches": min(planned.num_micro_batches, 2 * degrees[PP] + 1),
+        "num_micro_batches": _num_micro_batches(planned, degrees[PP]),
         "micro_batch_size": min(planned.micro_batch_size, 2),
         "precision": "fp64",
         "layers_per_stage": None,
@@ -56,6 +56,14 @@ def _strategy(planned: Strategy) -> Strategy:
         "offload": planned.offload.model_copy(update={"group_numel": GROUP_NUMEL}),
     }
     return planned.model_copy(update=change)
+
+
+def _num_micro_batches(planned: Strategy, pp: int) -> int:
+    """Two and a bit rounds of the pipeline, or as many below as the schedule has a timetable for."""
+    most = min(planned.num_micro_batches, 2 * pp + 1)
+    fault = planned.pipeline_schedule.fault
+    sizes = (planned.model_copy(update={"pp": pp, "num_micro_batches": m}).pipeline for m in range(most, 0, -1))
+    return next((size.num_micro_batches for size in sizes if fault is None or fault(size) is None), most)
 
 
 def offloaded_to(plan: Plan, folder: Path | str) -> Plan:
@@ -89,7 +97,7 @@ def _model(model: ModelSpec, strategy: Strategy, *, has_kv_replicas: bool) -> Mo
             "name": f"{model.name}-tiny",
             "vocab_size": ODD_VOCABULARY,
             "hidden_size": 4 * HEAD_DIM,
-            "num_layers": strategy.pp + 1,
+            "num_layers": strategy.num_parts + 1,
             "num_heads": num_heads,
             "num_kv_heads": kv_heads,
             "head_dim": HEAD_DIM,

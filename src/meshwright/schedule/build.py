@@ -65,14 +65,12 @@ def build_program(strategy: Strategy) -> Program:
 
     Raises UnsupportedError for a schedule that has a timetable but is not run.
     """
-    built = program(strategy.schedule, strategy.pp, strategy.num_micro_batches)
-    if built.num_stages > built.num_ranks or any(
-        action.kind in (Kind.I, Kind.UPDATE) for row in built.rows for action in row
-    ):
+    if strategy.pipeline_schedule.is_asynchronous:
         raise UnsupportedError(
-            f"schedule `{strategy.schedule}` can be drawn and timed, not planned or run; take 1f1b, gpipe or naive"
+            f"schedule `{strategy.schedule}` can be drawn and timed, not planned or run; take one that ends in a flush"
         )
-    return built
+    chunks = strategy.stages_per_rank
+    return program(strategy.schedule, strategy.pp, strategy.num_micro_batches, num_chunks=chunks)
 
 
 def forward_program(num_stages: int, num_micro_batches: int) -> Program:
