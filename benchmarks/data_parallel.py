@@ -157,13 +157,14 @@ def zero_redundancy(model: nn.Module, clip: float | None) -> Step:
     return plain_step(parallel, model.parameters, optimizer, clip)
 
 
-def deepspeed(model: nn.Module, clip: float | None, zero: int, batch_per_rank: int) -> Step:
+def deepspeed(model: nn.Module, group: Group, zero: int) -> Step:
     """DeepSpeed's engine around the same optimizer."""
+    os.environ["LOCAL_RANK"] = str(group.world.rank)  # which it asks for, though the process group stands already
     import deepspeed as peer
 
     config = {
-        "train_micro_batch_size_per_gpu": batch_per_rank,
-        "gradient_clipping": clip or 0.0,
+        "train_micro_batch_size_per_gpu": group.size.batch_per_rank,
+        "gradient_clipping": group.clip or 0.0,
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
     }
@@ -180,7 +181,7 @@ def peer_step(name: str, group: Group) -> Step:
     """The step of a peer, on weights of its own."""
     model, clip = copy.deepcopy(group.model), group.clip
     if name in DEEPSPEED:
-        return deepspeed(model, clip, DEEPSPEED[name], group.size.batch_per_rank)
+        return deepspeed(model, group, DEEPSPEED[name])
     make: dict[str, Callable[[], Step]] = {
         DDP: lambda: Ddp(model, clip).step,
         ZERO_OPT: lambda: zero_redundancy(model, clip),

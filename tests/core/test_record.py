@@ -25,6 +25,7 @@ def make_record(rank: int) -> RankRecord:
         pipeline_s=0.2,
         busy_s=0.15,
         waited_s={"gradients": 0.05},
+        trace=(("F0@0", 0.0, 0.1), ("B0@0", 0.1, 0.25)),
     )
 
 

@@ -58,6 +58,25 @@ def copied(trained: Trained, tmp_path: Path) -> Path:
     )
 
 
+def test_timeline_draws_what_the_ranks_did(trained: Trained, cli: Cli, tmp_path: Path) -> None:
+    done = cli("timeline", trained.run, "--trace", tmp_path / "trace.json", "--svg", tmp_path / "step.svg")
+    assert done.status == 0
+    drawn = [line for line in done.out.splitlines() if line.startswith("r0:")]
+    assert len(drawn) == 2
+    assert all("F" in line and "B" in line for line in drawn)
+    names = {
+        e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "M"
+    }
+    assert {"measured, rank 0", "forecast, rank 0"} <= names
+    assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_run_is_drawn_as_it_was(trained: Trained, cli: Cli) -> None:
+    done = cli("timeline", trained.run, "-m", "4")
+    assert done.status == 1
+    assert "a run is drawn as it was" in done.err
+
+
 def test_verify_names_one_byte_of_traffic(copied: Path, cli: Cli) -> None:
     def one_byte(record: dict) -> None:
         row = next(row for row in record["traffic"] if row["phase"] == "gradients")

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MAX_TIMETABLE_RANKS = 16
 
 
-def timetable(drawn: Program | Timeline, width: int) -> str:
-    """The rows of the first ranks, cut to the width."""
+def timetable(drawn: Program | Timeline, width: int, tick_s: float | None = None) -> str:
+    """The rows of the first ranks, cut to the width; a cell is `tick_s`, or the shortest action."""
     from meshwright.schedule.draw import text
 
-    lines = text(drawn, max_columns=width).splitlines()
+    lines = text(drawn, tick_s, max_columns=width).splitlines()
     hidden = len(lines) - MAX_TIMETABLE_RANKS
     return "\n".join([*lines[:MAX_TIMETABLE_RANKS], *([f"… and {counted(hidden, 'more rank')}"] if hidden > 0 else [])])
 

@@ -26,7 +26,10 @@ LETTERS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight 
 
 
 def timeline_command(
-    schedule: Annotated[str, typer.Argument(metavar="SCHEDULE", help="A schedule, or FILE.csv: a table of your own.")],
+    schedule: Annotated[
+        str,
+        typer.Argument(metavar="SCHEDULE|RUN", help="A schedule; FILE.csv: a table of your own; or a run's folder."),
+    ],
     ranks: Annotated[
         int | None, typer.Option("--ranks", "-p", help="Pipeline ranks; else the plan's or file's, or 4.")
     ] = None,
@@ -49,6 +52,13 @@ def timeline_command(
 
     if png is not None:
         raise UnsupportedError(f"{png}: no PNG is written; take --svg, and a converter such as rsvg-convert")
+    if Path(schedule).is_dir():
+        if any(option is not None for option in (ranks, micro_batches, chunks, cost)) or steps != 1:
+            raise InputError(f"{schedule}: a run is drawn as it was; leave -p, -m, -v, --steps and --cost out")
+        from meshwright.cli.measured import print_run
+        from meshwright.run.folder import RunFolder
+
+        return print_run(RunFolder(Path(schedule)), svg, trace, csv)
     found, plan = find_schedule(schedule), Plan.load(cost) if cost else None
     size = _size(found, plan, (ranks, micro_batches, chunks), steps)
     drawn = _drawn(found, size, plan)

@@ -10,6 +10,9 @@ from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.values import write_text
 
+TracedAction = tuple[str, float, float]
+"""An action as text, and when it began and ended: seconds after all ranks were let into the measured step."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
@@ -27,6 +30,8 @@ class RankRecord:
     """Of which in forwards and backwards."""
     waited_s: dict[str, float] = field(default_factory=dict)
     """Phase → seconds of a step that this rank stood still for communication: median over the same steps."""
+    trace: tuple[TracedAction, ...] = ()
+    """This rank's row of the program in the measured step, in order."""
 
     def save(self, folder: Path) -> None:
         """Write `folder`/rank-N.json."""
@@ -40,6 +45,7 @@ class RankRecord:
             "pipeline_s": self.pipeline_s,
             "busy_s": self.busy_s,
             "waited_s": self.waited_s,
+            "trace": self.trace,
         }
         write_text(folder / f"rank-{self.rank}.json", json.dumps(data, indent=1))
 
@@ -49,7 +55,8 @@ class RankRecord:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             memory, traffic = MemoryBreakdown(**data.pop("memory")), Traffic.from_list(data.pop("traffic"))
-            return cls(memory=memory, traffic=traffic, **data)
+            trace = tuple((str(action), float(start), float(end)) for action, start, end in data.pop("trace", ()))
+            return cls(memory=memory, traffic=traffic, trace=trace, **data)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: not a record of a run: {error}") from None
 

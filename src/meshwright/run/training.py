@@ -20,8 +20,9 @@ from meshwright.core.errors import InputError
 from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS
-from meshwright.core.record import RankRecord
+from meshwright.core.record import RankRecord, TracedAction
 from meshwright.models.build import build
+from meshwright.rehearse.timeline import traced
 from meshwright.run.engine import StepStats, make_mesh, parallelize
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
@@ -46,6 +47,7 @@ class _Measurements:
     activations_bytes: int = 0
     pipeline_s: float = 0.0
     busy_s: float = 0.0
+    trace: tuple[TracedAction, ...] = ()
 
 
 class Training:
@@ -147,6 +149,8 @@ class Training:
         """One step under the census and the trace; slower, so its time is not counted."""
         engine, runner = self.engine, self.engine.parallel.runner
         runner.trace = []
+        barrier(self.mesh[WORLD])
+        zero_s = time.perf_counter()
         with engine.parallel.census() as census:
             loss = engine.forward_backward(micro_batches)
         trace, runner.trace = runner.trace, None
@@ -156,6 +160,7 @@ class Training:
         compute = [(start, end) for action, start, end in trace if action.kind in COMPUTE_KINDS]
         self.measured.busy_s = sum(end - start for start, end in compute)
         self.measured.pipeline_s = compute[-1][1] - trace[0][1]
+        self.measured.trace = traced(trace, zero_s)
         return stats
 
     def _evaluate(self) -> float:
@@ -182,4 +187,5 @@ class Training:
             measured.pipeline_s,
             measured.busy_s,
             {phase: statistics.median(w.get(phase, 0.0) for w in waits_s) for phase in dict.fromkeys(chain(*waits_s))},
+            measured.trace,
         )

@@ -6,7 +6,7 @@ r1: .  F0 F1 B0 B0 B1 B1 .  .
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import ProgramError
@@ -115,6 +115,19 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": name}})
         events += [_trace_event(rank, event) for event in row if event.end_s > event.start_s]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def traces_side_by_side(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Several timelines in one trace, each name's ranks after those of the one before."""
+    merged: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
+    first = 0
+    for name, timeline in timelines.items():
+        for event in chrome_trace(timeline)["traceEvents"]:
+            if event["name"] == "process_name":
+                event["args"]["name"] = f"{name}, {event['args']['name']}"
+            merged["traceEvents"].append({**event, "pid": first + event["pid"]})
+        first += timeline.program.num_ranks
+    return merged
 
 
 def _trace_event(rank: int, event: Event) -> dict[str, Any]:
