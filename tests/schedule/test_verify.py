@@ -86,7 +86,7 @@ def test_verdict_on_random_swaps_is_the_oracles(name: str) -> None:
     pick = random.Random(name)
     table = built(name)
     verdicts = []
-    for _ in range(300):
+    for _ in range(120):
         mutant = spoilt(table, "swap", pick)
         assert verdict(mutant) == is_legal(mutant), mutant.to_csv()
         verdicts.append(is_legal(mutant))
@@ -106,7 +106,7 @@ def test_the_oracle_accepts_what_is_right_and_some_of_each_harmless_change() -> 
         assert is_legal(built(name))
     pick = random.Random(1)
     harmless = {
-        how: sum(is_legal(spoilt(built(name), how, pick)) for name in SCHEDULES for _ in range(20)) for how in WAYS
+        how: sum(is_legal(spoilt(built(name), how, pick)) for name in SCHEDULES for _ in range(6)) for how in WAYS
     }
     assert min(harmless[how] for how in ("swap", "nudge", "move", "split")) > 0
     assert max(harmless[how] for how in ("drop", "double", "other rank")) == 0
