@@ -90,6 +90,19 @@ def test_costs_of_a_plan(timeline, plan: Path) -> None:
     assert "slots" not in shown
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "interleaved-1f1b", "pipedream"])
+def test_costs_of_a_plan_cut_as_the_schedule_wants(name: str, timeline, plan: Path) -> None:
+    """All ranks together do the same work, whatever the order and wherever the stages stand."""
+    shown = timeline(name, "--cost", plan, *(["-v", 2] if name == "interleaved-1f1b" else []))
+    found = Plan.load(plan)
+    costs = Pricer(found.model, found.cluster, found.job).step_costs(found.strategy)
+    work_s = 6 * sum(stage.forward_s + stage.backward_s for stage in costs.stages)
+    rows = [line.split() for line in shown.splitlines() if line.split()[:1] in (["0"], ["1"])]
+    in_ms = {"s": 1000.0, "ms": 1.0, "µs": 0.001}
+    busy_s = [float(row[1]) * in_ms[row[2]] / 1000 for row in rows]
+    assert sum(busy_s) == pytest.approx(work_s, rel=0.02), "as printed, to three digits"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -105,8 +118,8 @@ def test_costs_of_a_plan(timeline, plan: Path) -> None:
             ["gpipe", "-p", "1000", "-m", "1000"],
             "1,000 stages × 1,000 micro-batches are too many to draw; take at most",
         ),
-        (["1f1b", "-p", "4", "--cost", "PLAN"], "costs are of 2 ranks, not of 4; take -p 2"),
-        (["zb-h1", "--cost", "PLAN"], "the costs of a plan are of one stage per rank and of whole backwards"),
+        (["1f1b", "-p", "4", "--cost", "PLAN"], "the costs of this plan: dp=1 × tp=1 × pp=4"),
+        (["interleaved-1f1b", "-v", "3", "--cost", "PLAN"], "pp=2 × 3 stages per rank = 6 is more than the 4 layers"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, plan: Path, capsys) -> None:

@@ -140,27 +140,30 @@ def _drawn(schedule: Schedule, size: PipelineSize, plan: Plan | None) -> _Drawn:
     built = program(
         schedule.name, size.num_ranks, size.num_micro_batches, num_chunks=size.num_chunks, num_steps=size.num_steps
     )
-    costs = _plan_costs(plan, built) if plan else UnitCosts()
+    costs = _plan_costs(plan, schedule, size) if plan else UnitCosts()
     return _Drawn(schedule, size, built, simulate(built, costs), plan is not None)
 
 
-def _plan_costs(plan: Plan, built: Program) -> Costs:
-    """What the plan's stages take. Raises UnsupportedError where the program's stages are others."""
-    from meshwright.core.program import Kind
+def _plan_costs(plan: Plan, schedule: Schedule, size: PipelineSize) -> Costs:
+    """What stages and boundaries take with the plan's model, cluster and micro-batches, cut as this schedule wants it.
+
+    Raises RuleError where the plan's choices don't go with that.
+    """
+    from meshwright.core.errors import RuleError
+    from meshwright.core.rules import OF_MICRO_BATCHES, violations
     from meshwright.planner.price import Pricer
 
-    stages = plan.strategy.pp
-    if built.num_ranks != stages:
-        raise InputError(
-            f"the plan's costs are of {counted(stages, 'rank')}, not of {built.num_ranks}; take -p {stages}"
-        )
-    split = any(action.kind is Kind.W for row in built.rows for action in row)
-    if built.num_stages != stages or split:
-        raise UnsupportedError(
-            f"`{built.name}`: the costs of a plan are of one stage per rank and of whole backwards; "
-            "leave --cost out, or take 1f1b, gpipe or naive"
-        )
-    return Pricer(plan.model, plan.cluster, plan.job).step_costs(plan.strategy)
+    planned = plan.strategy
+    changes = {"schedule": schedule.name, "pp": size.num_ranks, "num_micro_batches": size.num_micro_batches}
+    strategy = planned.model_copy(update=changes | {"num_chunks": 1 if schedule.chunks else size.num_chunks})
+    if strategy.num_parts != planned.num_parts:
+        strategy = strategy.model_copy(update={"layers_per_stage": None})
+    sequences = size.num_micro_batches * planned.micro_batch_size * planned.dp
+    job = plan.job.model_copy(update={"global_batch_size": sequences})
+    for violation in violations(strategy, plan.model, plan.cluster, job):
+        if violation.rule.id != OF_MICRO_BATCHES:
+            raise RuleError(f"the costs of this plan: {violation}", violation.rule.id)
+    return Pricer(plan.model, plan.cluster, job).step_costs(strategy)
 
 
 def _ranks_table(drawn: _Drawn) -> Table:
