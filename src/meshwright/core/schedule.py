@@ -58,7 +58,7 @@ def looped(size: PipelineSize) -> tuple[int, ...]:
 
 
 def looped_slots(size: PipelineSize) -> int:
-    """Slots of one stage's forward and backward that an order needs at least where stages stand `looped`: bubble p−1.
+    """Slots of one stage's forward and backward that orders of whole backwards take in loops: v·m, and p−1 idle ones.
 
     With fewer micro-batches than ranks a loop ends before the next can begin, and the stages are as good as a line.
     """
