@@ -10,8 +10,9 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import activations_bytes
 from meshwright.cost.params import local_parameters
 from meshwright.cost.traffic import step_traffic
-from meshwright.schedule.build import forward_program, program
+from meshwright.schedule.build import program
 from meshwright.schedule.closed_form import bubble_fraction, bubble_of_ideal, peak_live
+from meshwright.schedule.evaluation import evaluation_program
 from meshwright.sim.clock import UnitCosts, simulate
 from tests.claims.claim import Answer, Claim
 from tests.claims.states import FIRST
@@ -39,7 +40,7 @@ def per_stage() -> Answer:
 
 def forward_table(num_micro_batches: int) -> tuple[float, float]:
     """(slots, idle share) of forward alone on 4 ranks."""
-    timeline = simulate(forward_program(4, num_micro_batches), UnitCosts())
+    timeline = simulate(evaluation_program(Strategy(pp=4), num_micro_batches), UnitCosts())
     return float(timeline.makespan_s), timeline.bubble_fraction
 
 

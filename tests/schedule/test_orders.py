@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,11 @@ from meshwright.core.errors import InputError, ProgramError, UnsupportedError
 from meshwright.core.program import COMPUTE_KINDS, Action, Kind, Program
 from meshwright.core.schedule import PipelineSize, choices, looped, schedules
 from meshwright.core.strategy import Strategy
-from meshwright.schedule.build import build_program, forward_program, order_program, program
+from meshwright.schedule.build import build_program, order_program, program
 from meshwright.schedule.draw import text
+from meshwright.schedule.evaluation import evaluation_program
 from meshwright.schedule.verify import verify
+from meshwright.sim.clock import UnitCosts, simulate
 from tests.schedule.sizes import Table, tables
 
 GPIPE_4_4 = """
@@ -158,7 +161,7 @@ def test_every_program_verifies(name: str) -> None:
 
 def test_every_evaluation_verifies() -> None:
     for num_ranks, num_micro_batches in itertools.product(range(1, 9), (1, 2, 3, 5, 8)):
-        verify(forward_program(num_ranks, num_micro_batches), backward=False)
+        verify(evaluation_program(Strategy(pp=num_ranks), num_micro_batches), backward=False)
 
 
 def test_one_chunk_per_rank_is_the_plain_schedule() -> None:
@@ -250,8 +253,18 @@ def test_an_asynchronous_schedule_is_not_run_yet() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_forward_program_is_forward_only() -> None:
-    kinds = {action.kind for row in forward_program(3, 4).rows for action in row}
+@pytest.mark.parametrize("name", ["1f1b", "bfs", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 8])
+def test_every_stage_is_evaluated_on_any_number_of_micro_batches(name: str, num_micro_batches: int) -> None:
+    strategy = Strategy(pp=4, schedule=name, num_chunks=2 if name == "bfs" else 1)
+    built = evaluation_program(strategy, num_micro_batches)
+    forwards = Counter(a.micro_batch for row in built.rows for a in row if a.kind is Kind.F)
+    assert forwards == dict.fromkeys(range(num_micro_batches), strategy.num_parts)
+    simulate(built, UnitCosts(transfer=0.5))
+
+
+def test_evaluation_is_forward_only() -> None:
+    kinds = {action.kind for row in evaluation_program(Strategy(pp=3), 4).rows for action in row}
     assert kinds == {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 

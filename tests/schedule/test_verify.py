@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from meshwright.core.errors import ProgramError
 from meshwright.core.program import Action, Kind, Program
 from meshwright.core.schedule import schedules
-from meshwright.schedule.build import forward_program, program
+from meshwright.core.strategy import Strategy
+from meshwright.schedule.build import program
 from meshwright.schedule.edges import edges, edges_between_ranks
+from meshwright.schedule.evaluation import evaluation_program
 from meshwright.schedule.liveness import peak_held, peak_live, peak_live_until_input
 from meshwright.schedule.verify import verify
 from tests.schedule.oracle import WAYS, is_legal, spoilt, with_row
@@ -254,7 +256,7 @@ def test_stage_on_a_rank_that_is_not_there() -> None:
 
 def test_a_training_step_needs_backwards_and_an_evaluation_has_none() -> None:
     with pytest.raises(ProgramError, match="B0@0 is missing"):
-        verify(forward_program(2, 2))
+        verify(evaluation_program(Strategy(pp=2), 2))
     with pytest.raises(ProgramError, match="no purpose"):
         verify(program("gpipe", 2, 2), backward=False)
 

@@ -12,8 +12,10 @@ import pytest
 from meshwright.core.errors import ProgramError
 from meshwright.core.program import Action, Kind, Program
 from meshwright.core.schedule import schedules
+from meshwright.core.strategy import Strategy
 from meshwright.schedule import closed_form
-from meshwright.schedule.build import forward_program, order_program, program
+from meshwright.schedule.build import order_program, program
+from meshwright.schedule.evaluation import evaluation_program
 from meshwright.schedule.unit_clock import unit_timeline
 from meshwright.sim.clock import UnitCosts, simulate
 
@@ -132,7 +134,7 @@ def test_zb_h1_hides_weight_gradients_as_far_as_they_go() -> None:
 
 
 def test_a_slow_boundary_carries_one_transfer_at_a_time() -> None:
-    timeline = simulate(forward_program(2, 4), UnitCosts(forward=1, transfer=3))
+    timeline = simulate(evaluation_program(Strategy(pp=2), 4), UnitCosts(forward=1, transfer=3))
     arrivals = [event.end_s for event in timeline.events[0] if event.action.kind is Kind.SEND_F]
     assert arrivals == [4, 7, 10, 13]
     assert timeline.makespan_s == 14

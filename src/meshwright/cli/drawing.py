@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from meshwright.schedule.timeline import Timeline
 
 MAX_TIMETABLE_RANKS = 16
+LETTERS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def legend(program: Program) -> str:
+    """What the letters of a timetable mean: `F forward, B backward`."""
+    kinds = {action.kind for row in program.rows for action in row}
+    return ", ".join(f"{letter} {name}" for letter, name in LETTERS.items() if letter in kinds)
 
 
 def timetable(drawn: Program | Timeline, width: int, tick_s: float | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.drawing import timetable, trace_text, write_files
+from meshwright.cli.drawing import legend, timetable, trace_text, write_files
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted
 
@@ -44,8 +44,9 @@ def show_command(
     console.print(memory_table(held, "Memory of a rank at the peak of a step (fullest stage of each kind)"))
     console.print(traffic_table(forecast.traffic, f"What rank {forecast.rank} sends in a step"))
     console.print(_time_table(forecast, pricer))
-    console.print("Timetable of one pipeline (F forward, B backward, . idle; one cell is one forward)", style="bold")
-    console.print(_timetable(plan.strategy, console.width), highlight=False, soft_wrap=True)
+    title, rows = _timetable(plan.strategy, console.width)
+    console.print(title, style="bold")
+    console.print(rows, highlight=False, soft_wrap=True)
     if plan.why:
         console.print(plan.why, highlight=False)
     write_files(console, ((path, what, partial(content, plan, pricer)) for path, what, content in drawn))
@@ -135,9 +136,13 @@ def _cells(strategy: Strategy) -> str:
     return f"{stages} × {counted(strategy.num_micro_batches, 'micro-batch', 'micro-batches')}"
 
 
-def _timetable(strategy: Strategy, width: int) -> str:
-    """The unit grid (F=1, B=2), cut to the width and to the first ranks."""
+def _timetable(strategy: Strategy, width: int) -> tuple[str, str]:
+    """Title, and the unit grid (F=1, B=2), cut to the width and to the first ranks."""
     from meshwright.planner.price import is_long
     from meshwright.schedule.build import build_program
 
-    return f"{_cells(strategy)}: too many to draw" if is_long(strategy) else timetable(build_program(strategy), width)
+    title = "Timetable of one pipeline"
+    if is_long(strategy):
+        return title, f"{_cells(strategy)}: too many to draw"
+    built = build_program(strategy)
+    return f"{title} ({legend(built)}, . idle; one cell is one forward)", timetable(built, width)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.drawing import MAX_TIMETABLE_RANKS, timetable, trace_text, write_files
+from meshwright.cli.drawing import MAX_TIMETABLE_RANKS, legend, timetable, trace_text, write_files
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.units import counted, format_time
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from meshwright.sim.clock import Costs
 
 DEFAULT_RANKS, DEFAULT_MICRO_BATCHES = 4, 8
-LETTERS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 def timeline_command(
@@ -100,8 +99,7 @@ class _Drawn:
         size = self.size
         steps = f", {size.num_steps} steps" if size.num_steps > 1 else ""
         chunks = f", {size.num_chunks} stages each" if size.num_chunks > 1 else ""
-        kinds = {action.kind for row in self.program.rows for action in row}
-        letters = ", ".join(f"{letter} {name}" for letter, name in LETTERS.items() if letter in kinds)
+        letters = legend(self.program)
         cell = "the shortest action" if self.in_seconds else "one slot"
         return (
             f"{self.schedule.name}: {counted(size.num_ranks, 'rank')}{chunks} × "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.core.program import Action, Kind
-from meshwright.core.schedule import PipelineSize, Schedule
+from meshwright.core.schedule import PipelineSize, Rows, Schedule
 from meshwright.core.strategy import Strategy
 from meshwright.schedule.closed_form import peak_live
 
@@ -44,8 +44,14 @@ def instants(strategy: Strategy, rank: int) -> tuple[Instant, ...]:
 @lru_cache(maxsize=4096)
 def _read(schedule: Schedule, size: PipelineSize, rank: int, stages: tuple[int, ...]) -> tuple[Instant, ...]:
     """A planner asks thousands of times."""
-    found = list(dict.fromkeys(_walk(schedule.order(size)[rank], stages)))
+    found = list(dict.fromkeys(_walk(_rows(schedule, size)[rank], stages)))
     return tuple(one for one in found if not any(_exceeds(other, one) for other in found))
+
+
+@lru_cache(maxsize=4)
+def _rows(schedule: Schedule, size: PipelineSize) -> Rows:
+    """Asked for rank by rank."""
+    return schedule.order(size)
 
 
 def _walk(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Instant]:

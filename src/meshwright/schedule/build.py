@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ProgramError, UnsupportedError
-from meshwright.core.program import Action, Kind, Program
+from meshwright.core.program import Program
 from meshwright.core.schedule import PipelineSize, Schedule, find_schedule
 from meshwright.core.strategy import Strategy
 from meshwright.schedule.own import complete
@@ -71,13 +71,6 @@ def build_program(strategy: Strategy) -> Program:
         )
     chunks = strategy.stages_per_rank
     return program(strategy.schedule, strategy.pp, strategy.num_micro_batches, num_chunks=chunks)
-
-
-def forward_program(num_stages: int, num_micro_batches: int) -> Program:
-    """Forward only, for evaluation; a rank holds one micro-batch's activations at a time."""
-    _check_sizes(PipelineSize(num_stages, num_micro_batches))
-    rows = tuple(tuple(Action(Kind.F, stage, k) for k in range(num_micro_batches)) for stage in range(num_stages))
-    return add_transfers(Program.from_rows("forward", rows))
 
 
 def _check_sizes(size: PipelineSize) -> None:
