@@ -69,12 +69,14 @@ def test_steps_of_an_asynchronous_schedule(timeline) -> None:
 
 
 def test_a_table_of_ones_own_and_the_files(timeline, tmp_path: Path) -> None:
-    own, again, picture, trace = (tmp_path / name for name in ("own.csv", "again.csv", "own.svg", "own.json"))
+    names = ("own.csv", "again.csv", "own.svg", "own.png", "own.json")
+    own, again, picture, dots, trace = (tmp_path / name for name in names)
     own.write_text("F0@0,F1@0,,,B0@0,B1@0\n,F0@1,B0@1,F1@1,B1@1\n")
-    shown = timeline(own, "--csv", again, "--svg", picture, "--trace", trace)
+    shown = timeline(own, "--csv", again, "--svg", picture, "--png", dots, "--trace", trace)
     assert "2 ranks × 2 micro-batches" in shown
     assert Program.from_csv(again.read_text(), "1f1b") == program("1f1b", 2, 2)
     assert picture.read_text().startswith("<svg ")
+    assert dots.read_bytes().startswith(b"\x89PNG")
     assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1}
     assert f"picture written to {picture}" in shown
 
@@ -108,7 +110,6 @@ def test_costs_of_a_plan_cut_as_the_schedule_wants(name: str, timeline, plan: Pa
     [
         (["nope"], "schedule `nope` is not known; choose one of 1f1b, bfs"),
         (["nope.csv"], "nope.csv: no such file"),
-        (["1f1b", "--png", "x.png"], "x.png: no PNG is written; take --svg, and a converter"),
         (["dualpipe", "-p", "3"], "two directions need an even number of ranks, not 3; take 2 or 4 ranks"),
         (["gpipe", "-v", "2"], "puts one stage on a rank, but 2 chunks are asked for"),
         (["gpipe", "--steps", "2"], "ends with a flush, so there are no 2 steps in one table"),

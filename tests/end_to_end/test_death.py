@@ -19,17 +19,22 @@ from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model
 
 END_S = 60.0
 """All ranks have ended within a minute."""
-RAISE = """
+FAIL = """
 import os
 if os.environ.get("RANK") == "1":
-    from meshwright.run.training import Training
-    step = Training._step
-    def fail(self, number, **more):
-        if number == 2:
-            raise ValueError("the disk has a hole")
-        return step(self, number, **more)
-    Training._step = fail
+    from meshwright.parallel.pipeline import StageRunner
+    backward, seen = StageRunner._backward, []
+    def fail(self, step, action):
+        seen.append(action)
+        if action.micro_batch == 1 and len(seen) > 4:
+            {how}
+        return backward(self, step, action)
+    StageRunner._backward = fail
 """
+WAYS = {
+    'raise ValueError("the disk has a hole")': "rank 1: ValueError: the disk has a hole",
+    "os.kill(os.getpid(), 9)": "rank 1 was killed by signal 9 (SIGKILL, often by the system when memory runs out)",
+}
 
 
 def command(folder: Path, steps: int, *more: str, **strategy: int) -> list[str]:
@@ -58,15 +63,19 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(RAISE)
-    with started(command(tmp_path, 100_000), {"PYTHONPATH": str(tmp_path)}) as process:
-        done = shell.finish(process)
+@pytest.mark.parametrize("how", WAYS)
+def test_a_rank_that_fails_within_a_step(tmp_path: Path, how: str) -> None:
+    """What it was doing is named, also where it could not say so itself."""
+    (tmp_path / "sitecustomize.py").write_text(FAIL.format(how=how))
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    with started(command(tmp_path, 100_000, pp=2), {"PYTHONPATH": path}) as process:
+        done = shell.finish(process, END_S)
         assert not ranks_of(process.pid)
     assert done.status == 1
     (line,) = done.errors
-    assert "rank 1: ValueError: the disk has a hole; log: " in line
-    assert "Traceback" in Path(line.split("log: ")[1]).read_text()
+    assert f"{WAYS[how]}, in the backward of micro-batch 1 on stage 1 (B1@1)" in line
+    if how.startswith("raise"):
+        assert "Traceback" in Path(line.split("log: ")[1]).read_text()
     assert "Traceback" not in done.err
 
 

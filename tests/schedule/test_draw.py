@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from xml.etree import ElementTree
+
+from PIL import Image, ImageColor
 
 from meshwright.core.program import Kind
 from meshwright.schedule.build import program
 from meshwright.schedule.draw import chrome_trace, figure, table, text
-from meshwright.schedule.svg import svg
+from meshwright.schedule.picture import Box, picture, png, svg
 from meshwright.sim.clock import UnitCosts, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -111,3 +114,15 @@ def test_trace_holds_work_and_transfers_of_every_rank() -> None:
     assert sum(event["cat"] in (Kind.F, Kind.B) for event in spans) == 2 * 2 * 3
     assert sum(event["tid"] for event in spans) == 6, "one transfer per micro-batch and direction"
     assert max(event["ts"] + event["dur"] for event in spans) == timeline.makespan_s * 1e6
+
+
+def test_png_shows_the_same_shapes() -> None:
+    built = program("zb-h1", 2, 3)
+    image = Image.open(io.BytesIO(png(built)))
+    drawn = picture(built)
+    assert image.size == (2 * drawn.width, 2 * drawn.height)
+    boxes = [shape for shape in drawn.shapes if isinstance(shape, Box) and shape.title]
+    assert len(boxes) == 2 * 3 * 3
+    for box in boxes:  # a corner of each bar, away from its label
+        color = image.getpixel((round(2 * box.x) + 4, round(2 * box.y) + 4))
+        assert color == ImageColor.getrgb(box.color)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.core.units import counted
-from meshwright.core.values import write_text, writing
+from meshwright.core.values import write_bytes, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,10 +42,15 @@ def trace_text(timeline: Timeline) -> str:
     return json.dumps(chrome_trace(timeline))
 
 
-def write_files(console: Console, files: Iterable[tuple[Path | None, str, Callable[[], str]]]) -> None:
-    """Write each (path, what it is, its text) that has a path, and say so."""
+def write(path: Path, content: str | bytes) -> None:
+    """Whole or not at all."""
+    write_bytes(path, content.encode() if isinstance(content, str) else content)
+
+
+def write_files(console: Console, files: Iterable[tuple[Path | None, str, Callable[[], str | bytes]]]) -> None:
+    """Write each (path, what it is, its content) that has a path, and say so."""
     for path, what, content in files:
         if path is not None:
             with writing(path):
-                write_text(path, content())
+                write(path, content())
             console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MEASURED, FORECAST = "measured", "forecast"
 
 
-def print_run(run: RunFolder, svg: Path | None, trace: Path | None, csv: Path | None) -> None:
+def print_run(run: RunFolder, paths: Mapping[str, Path | None]) -> None:
     """Draw both, each as wide as the terminal. The picture is of what was measured, the trace holds
     both.
 
@@ -30,8 +30,8 @@ def print_run(run: RunFolder, svg: Path | None, trace: Path | None, csv: Path | 
     from meshwright.planner.price import Pricer
     from meshwright.rehearse.timeline import MeasuredCosts, measured_timeline
     from meshwright.report.tables import report_console
+    from meshwright.schedule import picture
     from meshwright.schedule.draw import traces_side_by_side
-    from meshwright.schedule.svg import svg as svg_text
     from meshwright.sim.clock import simulate
 
     plan = run.plan()
@@ -52,9 +52,10 @@ def print_run(run: RunFolder, svg: Path | None, trace: Path | None, csv: Path | 
         highlight=False,
     )
     files = (
-        (svg, "picture", lambda: svg_text(measured)),
-        (trace, "trace", lambda: json.dumps(traces_side_by_side(drawn))),
-        (csv, "program", measured.program.to_csv),
+        (paths["svg"], "picture", lambda: picture.svg(measured)),
+        (paths["png"], "picture", lambda: picture.png(measured)),
+        (paths["trace"], "trace", lambda: json.dumps(traces_side_by_side(drawn))),
+        (paths["csv"], "program", measured.program.to_csv),
     )
     write_files(console, files)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.drawing import MAX_TIMETABLE_RANKS, legend, timetable, trace_text, write_files
-from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_time
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def timeline_command(
     steps: Annotated[int, typer.Option(help="Steps, of a schedule that does not flush between them.")] = 1,
     cost: Annotated[Path | None, typer.Option(metavar="PLAN", help="Time it with the costs of this plan.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw it into this picture.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Not there: pictures are SVG.")] = None,
+    png: Annotated[Path | None, typer.Option(help="The same as PNG.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write it here, for ui.perfetto.dev.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the program here, one line of actions per rank.")] = None,
 ) -> None:
@@ -47,17 +47,15 @@ def timeline_command(
     from meshwright.core.plan import Plan
     from meshwright.core.schedule import find_schedule
     from meshwright.report.tables import report_console
-    from meshwright.schedule.svg import svg as svg_text
+    from meshwright.schedule import picture
 
-    if png is not None:
-        raise UnsupportedError(f"{png}: no PNG is written; take --svg, and a converter such as rsvg-convert")
     if Path(schedule).is_dir():
         if any(option is not None for option in (ranks, micro_batches, chunks, cost)) or steps != 1:
             raise InputError(f"{schedule}: a run is drawn as it was; leave -p, -m, -v, --steps and --cost out")
         from meshwright.cli.measured import print_run
         from meshwright.run.folder import RunFolder
 
-        return print_run(RunFolder(Path(schedule)), svg, trace, csv)
+        return print_run(RunFolder(Path(schedule)), {"svg": svg, "png": png, "trace": trace, "csv": csv})
     found, plan = find_schedule(schedule), Plan.load(cost) if cost else None
     size = _size(found, plan, (ranks, micro_batches, chunks), steps)
     drawn = _drawn(found, size, plan)
@@ -69,7 +67,8 @@ def timeline_command(
     write_files(
         console,
         (
-            (svg, "picture", lambda: svg_text(drawn.shown)),
+            (svg, "picture", lambda: picture.svg(drawn.shown)),
+            (png, "picture", lambda: picture.png(drawn.shown)),
             (trace, "trace", lambda: trace_text(drawn.timeline)),
             (csv, "program", drawn.program.to_csv),
         ),

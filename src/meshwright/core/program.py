@@ -47,6 +47,19 @@ WEIGHT_GRADIENT_KINDS = (Kind.B, Kind.W)
 """These make the gradients of the stage's own weights."""
 SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 RECV_KINDS = (Kind.RECV_F, Kind.RECV_B)
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradients",
+    Kind.SEND_F: "sending of the output",
+    Kind.RECV_F: "receiving of the input",
+    Kind.SEND_B: "sending of the input's gradient",
+    Kind.RECV_B: "receiving of the output's gradient",
+    Kind.ARM: "start of the reduction",
+    Kind.REDUCE: "reduction of gradients",
+    Kind.UPDATE: "update",
+}
 _TEXT = re.compile(rf"({'|'.join(Kind)})(\d*)@(\d+)")
 
 
@@ -57,6 +70,12 @@ class Action:
     kind: Kind
     stage: int
     micro_batch: int | None = None
+
+    @property
+    def words(self) -> str:
+        """For messages: `forward of micro-batch 3 on stage 1 (F3@1)`."""
+        of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
+        return f"{_WORDS[self.kind]}{of} on stage {self.stage} ({self})"
 
     def __str__(self) -> str:
         return f"{self.kind}{'' if self.micro_batch is None else self.micro_batch}@{self.stage}"

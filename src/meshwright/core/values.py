@@ -122,17 +122,22 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
 
 
 def write_text(path: Path | str, text: str) -> None:
+    """:func:`write_bytes` of a text."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path | str, content: bytes) -> None:
     """Write all of a file or nothing: a reader, or a kill, never meets half of it.
 
     What is no file of its own (a link, a pipe, `/dev/stdout`) is written through.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
         return
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

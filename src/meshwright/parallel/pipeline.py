@@ -14,7 +14,7 @@ boundary between ranks, micro-batch and direction; activations by what the table
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -141,6 +141,8 @@ class StageRunner:
         self._products = products
         self.trace: list[tuple[Action, float, float]] | None = None
         """Set to a list to record (action, start, end) in seconds; None records nothing."""
+        self.watch: Callable[[Action | None], None] = lambda action: None
+        """Called before each action, and with None after the last."""
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._do = {
@@ -166,12 +168,14 @@ class StageRunner:
         """
         step = _Step(micro_batches, loss_gradient)
         for action in row:
+            self.watch(action)
             began_s = perf_counter()
             self._do[action.kind](step, action)
             if self.trace is not None:
                 self.trace.append((action, began_s, perf_counter()))
         for work in step.sends:
             work.wait()
+        self.watch(None)
         total = torch.zeros((), dtype=torch.float64, device=loss_gradient.device)
         for loss in step.losses:
             total += loss

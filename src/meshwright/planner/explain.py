@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.axes import coordinates_of
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
@@ -12,6 +13,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.flops import mfu
 from meshwright.cost.latency import TimeTerm, mean_terms
+from meshwright.cost.traffic import traffic
 from meshwright.planner.enumerate import Refusal
 from meshwright.planner.price import Forecast, Pricer
 
@@ -60,6 +62,7 @@ def explain(
         _verdict(winner, priced, pricer.model, pricer.cluster, pricer.job),
         _limits(winner, pricer),
         _memory(winner),
+        _zero_beside_pipeline(winner.strategy, pricer.model, pricer.job),
         *_alternatives(winner, priced, refused, pricer),
         _rules(advice),
     )
@@ -117,6 +120,27 @@ def _memory(winner: Forecast) -> str:
         f"Rank {winner.rank} holds most: {format_bytes(winner.memory.total_bytes)} of "
         f"{format_bytes(winner.usable_memory_bytes)} usable ({listed}){f', and {moved}' if moved else ''}."
     )
+
+
+def _zero_beside_pipeline(strategy: Strategy, model: ModelSpec, job: Job) -> str:
+    """What sharded gradients cost where a pipeline needs many micro-batches: each reduces them again.
+
+    Source: DeepSpeed's pipeline tutorial, which allows ZeRO-1 alone beside a pipeline; Rajbhandari et al. 2020, §7.
+    """
+    if strategy.pp == 1 or strategy.zero < 2 or strategy.dp == 1 or strategy.num_micro_batches == 1:
+        return ""
+    once = strategy.model_copy(update={"zero": 1, "keep_gathered": False, "prefetch": 1})
+    often, sent_once = (format_bytes(_gradient_bytes(model, job, split)) for split in (strategy, once))
+    return (
+        f"Beside a pipeline zero={strategy.zero} is rarely a good idea: it reduces gradients after each of the "
+        f"{strategy.num_micro_batches} micro-batches, {often} per rank and step, where zero=1 sends {sent_once}."
+    )
+
+
+def _gradient_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
+    """What the first rank sends to reduce gradients in a step."""
+    rows = traffic(model, job, strategy, coordinates_of(0, strategy.sizes)).rows
+    return sum(row.wire_bytes for (_, _, phase), row in rows.items() if phase == "gradients")
 
 
 def _alternatives(

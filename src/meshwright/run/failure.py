@@ -43,9 +43,11 @@ class Failure:
     """When, in seconds since the epoch."""
     is_consequence: bool
     """It failed because another one had failed."""
+    doing: str = ""
+    """The action of its pipeline program that it was in, in words; empty where it was in none."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank}{self.what}"
+        return f"rank {self.rank}{self.what}{f', in the {self.doing}' if self.doing else ''}"
 
     def save(self, path: Path) -> None:
         """Write the record whole or not at all."""

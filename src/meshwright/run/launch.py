@@ -16,11 +16,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.core.errors import InputError, RankError
 from meshwright.core.sources import core_warning, num_cores
 from meshwright.run.command import LOG, PARENT, RECORD, is_launched
+from meshwright.run.doing import doing_path, read_doing
 from meshwright.run.environment import World, detect
 from meshwright.run.failure import Failure, first_cause
 
@@ -136,9 +138,11 @@ def _start_and_wait(module: str, argv: Sequence[str], num_ranks: int, logs: Path
 
 
 def _recorded(failure: Failure, records: Path) -> Failure:
-    """What the rank itself said, which is more than its exit status."""
+    """What the rank itself said, which is more than its exit status, and what it was doing."""
     path = _record_path(records, failure.rank)
-    return Failure.load(path) if path.exists() else failure
+    known = Failure.load(path) if path.exists() else failure
+    doing = read_doing(doing_path(path))
+    return replace(known, doing=doing.words) if doing else known
 
 
 def _log_hint(log: Path) -> str:

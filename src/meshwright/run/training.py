@@ -5,12 +5,14 @@ set_up (before the ranks) ─▶ parallelize ─▶ (resume) ─▶ step · eval
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 from meshwright.checkpoint import latest
 from meshwright.comm.collectives import barrier
@@ -23,6 +25,8 @@ from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.record import RankRecord, TracedAction
 from meshwright.models.build import build
 from meshwright.rehearse.timeline import traced
+from meshwright.run.command import RECORD
+from meshwright.run.doing import Doing, doing_path
 from meshwright.run.engine import StepStats, make_mesh, parallelize
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
@@ -66,6 +70,8 @@ class Training:
         self.engine = parallelize(
             build(plan.model), plan, mesh=self.mesh, options=options.optimizer(job.optimizer), seed=options.seed
         )
+        if RECORD in os.environ:
+            self.engine.parallel.runner.watch = Doing(doing_path(Path(os.environ[RECORD]))).note
         self.measured = _Measurements()
 
     def run(self, *, resume: bool) -> None:
