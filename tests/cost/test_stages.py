@@ -39,8 +39,8 @@ def test_instants_are_those_of_the_table(name: str) -> None:
     draw = random.Random(1)
     for p, m in product((2, 4), (4, 8, 12)):
         strategy = split(name, p, m)
-        for rank, row in enumerate(build_program(strategy).rows):
-            stages = strategy.rank_stages(rank)
+        found = instants(strategy, range(p))
+        for stages, fullest, row in zip(strategy.stages_by_rank, found, build_program(strategy).rows, strict=True):
             kept = {stage: (draw.random(), draw.random()) for stage in stages}
             held = most = 0.0
             for action in row:
@@ -50,11 +50,11 @@ def test_instants_are_those_of_the_table(name: str) -> None:
                 most = max(most, held)
             seen = max(
                 sum(n * kept[s][0] + k * kept[s][1] for n, k, s in zip(at.live, at.postponed, stages, strict=True))
-                for at in instants(strategy, rank)
+                for at in fullest
                 if at.runs is Kind.F
             )
             assert seen <= most + 1e-9
-            in_backward = (at for at in instants(strategy, rank) if at.runs is Kind.I)
+            in_backward = (at for at in fullest if at.runs is Kind.I)
             later = [
                 sum(n * kept[s][0] + k * kept[s][1] for n, k, s in zip(at.live, at.postponed, stages, strict=True))
                 + max(0.0, kept[stages[at.stage]][1] - kept[stages[at.stage]][0])

@@ -22,11 +22,13 @@ from tests.parallel.runs import (
     assembled,
     assert_close,
     counted_batches,
+    dataset,
     gradients,
     make_engine,
     plain_gradients,
     plain_model,
     run_plan,
+    train,
 )
 
 COUNTS = (8, 1, 5)
@@ -153,6 +155,38 @@ def test_any_number_of_micro_batches_is_evaluated(ranks) -> None:
     expected = plain_loss(plans[0].model, counted_batches(plans[0].model, (8, 1, 5, 2, 7, 3, 4, 6)))
     for found in ranks(evaluated, 2, [plan.to_toml() for plan in plans], timeout_s=60):
         assert found == pytest.approx([expected] * len(plans), rel=1e-12)
+
+
+def went_on(rank: int, world: int, plans: list[str], folder: str) -> list[tuple[float, float]]:
+    """Loss and norm of steps that each plan takes from the checkpoint of the one before it."""
+    found = []
+    for step, plan in enumerate(plans):
+        engine = make_engine(plan)
+        if step:
+            engine.load(folder)
+        found += train(engine, dataset(engine.plan), [step])
+        engine.save(folder, step)
+    return found
+
+
+def test_a_checkpoint_passes_from_any_order_to_any_other(ranks, tmp_path) -> None:
+    """Stages that stand elsewhere, and twice, hold the same parameters and moments, each saved once."""
+    split = (
+        {"pp": 2, "schedule": "zb-v"},
+        {"dp": 2, "zero": 1},
+        {"pp": 2, "schedule": "dualpipe"},
+        {"pp": 2, "schedule": "interleaved-1f1b", "num_chunks": 2},
+        {"pp": 2, "schedule": "zb-h1"},
+    )
+    plans = [run_plan(qwen3(num_layers=4), batch=4, **how) for how in split]
+    (expected,) = ranks(went_on_alone, 1, [run_plan(qwen3(num_layers=4), batch=4).to_toml()] * len(plans), timeout_s=60)
+    for found in ranks(went_on, 2, [plan.to_toml() for plan in plans], str(tmp_path), timeout_s=120):
+        assert found == [pytest.approx(numbers, rel=1e-10) for numbers in expected]
+
+
+def went_on_alone(rank: int, world: int, plans: list[str]) -> list[tuple[float, float]]:
+    engine = make_engine(plans[0])
+    return train(engine, dataset(engine.plan), range(len(plans)))
 
 
 def test_a_step_that_the_schedule_has_no_timetable_for_is_one_line() -> None:

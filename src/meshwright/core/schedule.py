@@ -10,7 +10,8 @@ No schedule is imported here; a file counts by being in the folder.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -153,7 +154,7 @@ def schedules() -> dict[str, Schedule]:
 
     Raises InputError for a file that declares none, or a name that is taken.
     """
-    return dict(_declared(tuple(import_module(FOLDER).__path__)))
+    return dict(_here())
 
 
 def find_schedule(name: str) -> Schedule:
@@ -164,10 +165,10 @@ def find_schedule(name: str) -> Schedule:
     """
     if name.endswith(FILE_SUFFIX):
         return own_schedule(name)
-    found = schedules()
-    if name not in found:
+    found = _here().get(name)
+    if found is None:
         raise InputError(f"schedule `{name}` is not known; {choices()}")
-    return found[name]
+    return found
 
 
 def choices() -> str:
@@ -210,6 +211,12 @@ def _own_schedule(file: str, text: str) -> Schedule:
         file=file,
         only_size=size,
     )
+
+
+def _here() -> Mapping[str, Schedule]:
+    """Asked for by the hundred thousand: a module that is imported is not looked for again."""
+    folder = sys.modules.get(FOLDER) or import_module(FOLDER)
+    return _declared(tuple(folder.__path__))
 
 
 @lru_cache(maxsize=8)

@@ -177,7 +177,15 @@ class Strategy(Value):
 
     def rank_stages(self, rank: int) -> tuple[int, ...]:
         """Stages of a pipeline rank, ascending."""
-        return tuple(stage for stage, place in enumerate(self.stage_ranks) if place == rank)
+        return self.stages_by_rank[rank]
+
+    @property
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each pipeline rank, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.pp)]
+        for stage, rank in enumerate(self.stage_ranks):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     def stage_ends(self, stage: int) -> tuple[bool, bool]:
         """Whether a stage is the first, and whether it is the last that a micro-batch passes."""

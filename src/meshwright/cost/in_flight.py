@@ -8,14 +8,13 @@ Read off the schedule's order: transfers change nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.core.program import Action, Kind
 from meshwright.core.schedule import PipelineSize, Rows, Schedule
 from meshwright.core.strategy import Strategy
-from meshwright.schedule.closed_form import peak_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +31,17 @@ class Instant:
     """On which of the rank's stages, counted from 0."""
 
 
-def instants(strategy: Strategy, rank: int) -> tuple[Instant, ...]:
-    """Those at which pipeline rank `rank` may hold most."""
+def instants(strategy: Strategy, ranks: Iterable[int]) -> Iterator[tuple[Instant, ...]]:
+    """For each of these pipeline ranks, those at which it may hold most."""
     schedule, size = strategy.pipeline_schedule, strategy.pipeline
-    if schedule.num_live is not None and size.num_chunks == 1 and not strategy.splits_backward:
-        live = (peak_live(schedule.name, size.num_ranks, size.num_micro_batches)[rank],)
-        return Instant(live, (0,), Kind.F, 0), Instant(live, (0,), Kind.B, 0)
-    return _read(schedule, size, rank, strategy.rank_stages(rank))
+    is_declared = schedule.num_live is not None and size.num_chunks == 1 and not strategy.splits_backward
+    stages = strategy.stages_by_rank
+    for rank in ranks:
+        if is_declared and schedule.num_live is not None:
+            live = (schedule.num_live(size, rank),)
+            yield Instant(live, (0,), Kind.F, 0), Instant(live, (0,), Kind.B, 0)
+        else:
+            yield _read(schedule, size, rank, stages[rank])
 
 
 @lru_cache(maxsize=4096)

@@ -88,11 +88,11 @@ def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: I
     part = _one_micro_batch(
         model, strategy.tp, strategy.precision, strategy.recompute, strategy.micro_batch_size, job.seq_length
     )
-    layers, parts = strategy.stage_layers(model.num_layers), strategy.num_parts
-    for rank in ranks:
-        numbers = strategy.rank_stages(rank)
-        stages = [_StageBytes(part, len(layers[s]), s % parts == 0, s % parts == parts - 1) for s in numbers]
-        yield max(_held(instant, stages) for instant in instants(strategy, rank))
+    layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
+    asked = list(ranks)
+    for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
+        stages = [_StageBytes(part, len(layers[s]), s % parts == 0, s % parts == parts - 1) for s in by_rank[rank]]
+        yield max(_held(instant, stages) for instant in fullest)
 
 
 def _held(instant: Instant, stages: Sequence[_StageBytes]) -> int:

@@ -21,7 +21,7 @@ from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import OF_MICRO_BATCHES, Case, all_degrees, check, divisors, nearest_legal, violations
-from meshwright.core.schedule import find_schedule, schedules
+from meshwright.core.schedule import Schedule, find_schedule, schedules
 from meshwright.core.strategy import Offload, Precision, Strategy
 from meshwright.core.units import counted
 from meshwright.cost.zero import STAGES
@@ -231,12 +231,19 @@ def _orders(first: Strategy, num_layers: int, fix: Mapping[str, Any]) -> Iterato
     elif fix.get("num_chunks", 1) > 1:
         offered = {name: schedule for name, schedule in schedules().items() if schedule.chunks is None}
     for name, schedule in offered.items():
-        if "num_chunks" in fix or schedule.chunks is not None:
-            yield name, fix.get("num_chunks", 1)
-            continue
-        even = (v for v in range(2, MAX_CHUNKS + 1) if v == 2 or num_layers % (first.pp * v) == 0)
-        fitting = [v for v in even if first.pp * v <= num_layers]
-        yield from ((name, v) for v in fitting or [1] * ("schedule" in fix))
+        if "num_chunks" in fix:
+            yield name, fix["num_chunks"]
+        else:
+            chunks = chunk_choices(schedule, first.pp, num_layers)
+            yield from ((name, v) for v in chunks or [1] * ("schedule" in fix))
+
+
+def chunk_choices(schedule: Schedule, pp: int, num_layers: int) -> list[int]:
+    """Values of `num_chunks` worth a look: two, and up to `MAX_CHUNKS` that split the layers evenly; 1 where the
+    schedule does not ask."""
+    if schedule.chunks is not None:
+        return [1]
+    return [v for v in range(2, MAX_CHUNKS + 1) if pp * v <= num_layers and (v == 2 or num_layers % (pp * v) == 0)]
 
 
 def _nothing_legal(

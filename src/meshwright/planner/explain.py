@@ -16,6 +16,7 @@ from meshwright.cost.latency import TimeTerm, mean_terms
 from meshwright.cost.traffic import traffic
 from meshwright.planner.enumerate import Refusal
 from meshwright.planner.price import Forecast, Pricer
+from meshwright.planner.reorder import faster_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ def explain(
         _memory(winner),
         _zero_beside_pipeline(winner.strategy, pricer.model, pricer.job),
         *_alternatives(winner, priced, refused, pricer),
+        _order(winner, pricer),
         _rules(advice),
     )
     return " ".join(sentence for sentence in sentences if sentence)
@@ -178,6 +180,17 @@ def _mean_terms(forecast: Forecast, pricer: Pricer) -> tuple[TimeTerm, ...]:
 def _largest_increase(before: Sequence[TimeTerm], after: Sequence[TimeTerm]) -> TimeTerm:
     base = {term.name: term.seconds for term in before}
     return max((TimeTerm(t.name, t.seconds - base.get(t.name, 0.0)) for t in after), key=lambda term: term.seconds)
+
+
+def _order(winner: Forecast, pricer: Pricer) -> str:
+    """Which schedule that was not searched would be faster."""
+    found = faster_order(winner, pricer)
+    if found is None:
+        return ""
+    strategy, how = found.forecast.strategy, "more" if found.more_bytes > 0 else "less"
+    chunks = f", num_chunks={strategy.num_chunks}" if strategy.num_chunks > 1 else ""
+    held = f"holds {format_bytes(abs(found.more_bytes))} {how}" if found.more_bytes else "holds as much"
+    return f"Fixing schedule={strategy.schedule}{chunks} makes it {found.gain:.1%} faster and {held}."
 
 
 def _rules(advice: Sequence[tuple[str, str]]) -> str:

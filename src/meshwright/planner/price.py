@@ -111,10 +111,10 @@ def rank_kinds(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
     layers, ranks = strategy.stage_layers(num_layers), strategy.stage_ranks
     first_of: dict[tuple[object, ...], int] = {}
     kinds = []
-    for rank in range(strategy.pp):
+    for rank, stages in enumerate(strategy.stages_by_rank):
         kind = tuple(
             (*strategy.stage_ends(stage), len(layers[stage]), *(ranks[near : near + 1] == (rank,) for near in beside))
-            for stage in strategy.rank_stages(rank)
+            for stage in stages
             for beside in [(max(0, stage - 1), stage + 1)]
         )
         kinds.append(first_of.setdefault(kind, rank))

@@ -62,7 +62,8 @@ def _num_micro_batches(planned: Strategy, pp: int) -> int:
     """Two and a bit rounds of the pipeline, or as many below as the schedule has a timetable for."""
     most = min(planned.num_micro_batches, 2 * pp + 1)
     fault = planned.pipeline_schedule.fault
-    sizes = (planned.model_copy(update={"pp": pp, "num_micro_batches": m}).pipeline for m in range(most, 0, -1))
+    numbers = (*range(most, 0, -1), planned.num_micro_batches)
+    sizes = (planned.model_copy(update={"pp": pp, "num_micro_batches": m}).pipeline for m in numbers)
     return next((size.num_micro_batches for size in sizes if fault is None or fault(size) is None), most)
 
 

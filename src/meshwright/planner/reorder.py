@@ -1,0 +1,62 @@
+"""The winner under the schedules that are not searched: would one of them be faster, and what would it hold?
+
+Schedules of several stages per rank, or with split backwards, are timed by the clock for each size. So they are not
+offered for every strategy; the winner's degrees, micro-batches and ZeRO stage are tried with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.rules import violations
+from meshwright.core.schedule import schedules
+from meshwright.core.strategy import Strategy
+from meshwright.planner.balance import balanced
+from meshwright.planner.enumerate import chunk_choices
+from meshwright.planner.price import Forecast, Pricer, num_cells
+
+MAX_CELLS = 2**12
+"""Stages × micro-batches of a timetable that is tried."""
+LEAST_GAIN = 0.005
+"""Share of the step below which another schedule is not worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A faster order of the same work."""
+
+    forecast: Forecast
+    gain: float
+    """Share of the winner's step that it saves."""
+    more_bytes: int
+    """What it holds more than the winner; less, if below 0."""
+
+
+def faster_order(winner: Forecast, pricer: Pricer) -> Reordered | None:
+    """The fastest that fits among the winner's other schedules; None where there is none worth a word."""
+    if winner.strategy.pp == 1 or not winner.simulated:
+        return None
+    tried = (pricer.forecast(s) for s in _others(winner.strategy, pricer.model, pricer.cluster, pricer.job))
+    best = winner
+    for forecast in sorted((f for f in tried if f.fits), key=lambda f: f.step_time.total_s):
+        if forecast.step_time.total_s >= best.step_time.total_s:
+            break  # a forecast is a lower bound on what the clock finds
+        timed = pricer.simulate(forecast)
+        best = min(best, timed, key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+    gain = 1 - best.step_time.total_s / winner.step_time.total_s
+    more_bytes = best.memory.total_bytes - winner.memory.total_bytes
+    return Reordered(best, gain, more_bytes) if gain >= LEAST_GAIN else None
+
+
+def _others(winner: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
+    for name, schedule in schedules().items():
+        if schedule.is_offered or schedule.is_asynchronous:
+            continue
+        for chunks in chunk_choices(schedule, winner.pp, model.num_layers):
+            even = winner.model_copy(update={"schedule": name, "num_chunks": chunks, "layers_per_stage": None})
+            if num_cells(even) <= MAX_CELLS and not violations(even, model, cluster, job):
+                yield from (even, *balanced([even], model, job))
