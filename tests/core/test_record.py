@@ -42,6 +42,12 @@ def test_damage_is_named(text: str, tmp_path: Path) -> None:
         RankRecord.load(tmp_path / "rank-0.json")
 
 
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text("{}")
+    with pytest.raises(InputError, match="not a record of a run: 'memory' is not in it"):
+        RankRecord.load(tmp_path / "rank-0.json")
+
+
 def test_no_records_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no measurements; a run leaves them when it ends"):
         RankRecord.load_all(tmp_path)

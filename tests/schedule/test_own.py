@@ -51,6 +51,10 @@ def test_idle_time_and_space_are_skipped() -> None:
         (["F0@0,B0@0", "", "F0@1,B0@1"], r"line 2: no actions; every line is the row of a rank"),
         (["F0@0,B0@0,UPDATE0@0"], r"UPDATE is not for tables from a file; write one step, without it"),
         (["F0@0,B0@0", "F0@2,B0@2"], r"stages \[1\] have no forward"),
+        (["F0@0,B0@0", "F0@5,B0@5"], r"stages \[1, 2, 3, 4\] have no forward"),
+        ([f"F0@{10**12},B0@{10**12}"], r"stages \[0, 1, 2, 3\] and 999,999,999,996 more have no forward"),
+        ([f"F{'9' * 5000}@0"], r"line 1, cell 1: `F9+@0` is not an action"),
+        (["F\u0661@0"], r"line 1, cell 1: `F\u0661@0` is not an action"),
         (["F0@0,F0@1,B0@1,B0@0", "F0@2,B0@2"], r"3 stages on 2 ranks; every rank needs as many as the others"),
     ],
 )
@@ -87,7 +91,7 @@ def test_a_table_is_good_for_its_own_size_alone(file) -> None:
     path = file("F0@0,B0@0,F1@0,B1@0")
     verify(program(path, 1, 2))
     for size in ((1, 4), (2, 2)):
-        with pytest.raises(ProgramError, match="the file is for 1 ranks and 2 micro-batches; take these"):
+        with pytest.raises(ProgramError, match="the file is for 1 rank and 2 micro-batches; take these"):
             program(path, *size)
     with pytest.raises(InputError, match="puts one stage on a rank, but 2 chunks"):
         program(path, 1, 2, num_chunks=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import count, islice
 
 from meshwright.core.errors import ProgramError
 
@@ -60,7 +61,9 @@ _WORDS = {
     Kind.REDUCE: "reduction of gradients",
     Kind.UPDATE: "update",
 }
-_TEXT = re.compile(rf"({'|'.join(Kind)})(\d*)@(\d+)")
+_TEXT = re.compile(rf"({'|'.join(Kind)})([0-9]{{0,18}})@([0-9]{{1,18}})")
+_MAX_NAMED = 4
+"""So many stages without a forward are named one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +144,13 @@ class Program:
         Raises ProgramError where a stage of the numbering has no forward.
         """
         ranks = {a.stage: rank for rank, row in enumerate(rows) for a in row if a.kind is Kind.F}
-        missing = sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys())
-        if missing:
-            raise ProgramError(f"{name}: stages {missing} have no forward; every stage from 0 to the last needs one")
+        num_missing = max(ranks, default=0) + 1 - len(ranks)
+        if num_missing:
+            named = list(islice((s for s in count() if s not in ranks), min(num_missing, _MAX_NAMED)))
+            more = f" and {num_missing - _MAX_NAMED:,} more" if num_missing > _MAX_NAMED else ""
+            raise ProgramError(
+                f"{name}: stages {named}{more} have no forward; every stage from 0 to the last needs one"
+            )
         num_micro_batches = 1 + max(a.micro_batch or 0 for row in rows for a in row)
         return cls(name, rows, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches, num_directions)
 

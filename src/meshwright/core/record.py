@@ -57,7 +57,9 @@ class RankRecord:
             memory, traffic = MemoryBreakdown(**data.pop("memory")), Traffic.from_list(data.pop("traffic"))
             trace = tuple((str(action), float(start), float(end)) for action, start, end in data.pop("trace", ()))
             return cls(memory=memory, traffic=traffic, trace=trace, **data)
-        except (ValueError, KeyError, TypeError) as error:
+        except KeyError as missing:
+            raise InputError(f"{path}: not a record of a run: {missing} is not in it") from None
+        except (ValueError, TypeError) as error:
             raise InputError(f"{path}: not a record of a run: {error}") from None
 
     @classmethod

@@ -18,6 +18,7 @@ from importlib import import_module
 
 from meshwright.core.errors import InputError, ProgramError
 from meshwright.core.program import Action, Kind, Program
+from meshwright.core.units import counted
 from meshwright.core.values import read_text
 
 FOLDER = "meshwright.schedule.orders"
@@ -197,8 +198,8 @@ def _own_schedule(file: str, text: str) -> Schedule:
     size = PipelineSize(table.num_ranks, table.num_micro_batches, num_chunks)
 
     def fault(asked: PipelineSize) -> str | None:
-        p, m = size.num_ranks, size.num_micro_batches
-        return None if asked == size else f"the file is for {p} ranks and {m} micro-batches; take these"
+        p, m = counted(size.num_ranks, "rank"), counted(size.num_micro_batches, "micro-batch", "micro-batches")
+        return None if asked == size else f"the file is for {p} and {m}; take these"
 
     return Schedule(
         name=file,
