@@ -51,6 +51,13 @@ BROKEN = {
         {},
         "schedule=dualpipe: two directions need an even number of micro-batches, not 3; take 2 or 4",
     ),
+    "asynchronous": (
+        4,
+        {"pp": 2, "dp": 2, "num_micro_batches": 6, "schedule": "pipedream", "zero": 1},
+        {},
+        {},
+        "zero=1 with schedule=pipedream; take zero=0, or schedule=1f1b",
+    ),
     "zero-schedule": (
         4,
         {"pp": 2, "dp": 2, "num_micro_batches": 6, "schedule": "zb-h1", "zero": 2},
@@ -148,7 +155,7 @@ def test_nearest_legal_is_legal(rule: str) -> None:
         ({"pp": 2, "schedule": "zb-v", "layers_per_stage": (2, 2)}, r"\[2, 2\] for pp=2 × 2 stages per rank = 4"),
         ({"pp": 2, "schedule": "dualpipe", "layers_per_stage": (1, 1, 1, 1)}, r"\[1, 1, 1, 1\] for pp=2 and 4 layers"),
         ({"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2, "num_micro_batches": 6}, "which has two directions"),
-        ({"pp": 2, "schedule": "pipedream"}, "schedule=pipedream updates weights while micro-batches are under way"),
+        ({"pp": 2, "schedule": "pipedream-2bw", "num_micro_batches": 1}, "as many micro-batches per step as ranks, 2"),
         ({"pp": 2, "schedule": "interleaved-1f1b", "num_micro_batches": 5, "num_chunks": 2}, "5 micro-batches on 2"),
     ],
 )

@@ -13,7 +13,7 @@ from meshwright.core.schedule import PipelineSize, Schedule, schedules
 from meshwright.schedule.build import program
 from meshwright.schedule.closed_form import peak_live
 from meshwright.schedule.liveness import peak_live as counted_live
-from meshwright.schedule.slices import first_steady, shifted, slices
+from meshwright.schedule.slices import drain_slice, first_steady, shifted, slices, step_slice
 from meshwright.schedule.unit_clock import unit_timeline
 from meshwright.schedule.verify import verify
 from meshwright.schedule.versions import check_versions, peak_versions, version_of
@@ -146,6 +146,18 @@ def test_steady_slices_are_the_same_up_to_their_micro_batches(name: str) -> None
         for row, further in zip(slices(built, first + 3), slices(longer, first + 4), strict=True):
             assert further[: first + 3] == row[: first + 3], "a slice doesn't depend on how many follow"
             assert further[-1] == shifted(row[-1], m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_row_without_an_end_is_that_of_any_number_of_steps(name: str) -> None:
+    """What a runtime asks for step by step, and when it ends, is what a table of just as many steps has."""
+    for p, m, _ in sizes(name):
+        size = PipelineSize(p, m)
+        for num_steps in (1, 2, first_steady(size) + 3):
+            built, _, _ = made(name, p, m, num_steps)
+            for rank, cut in enumerate(slices(built, num_steps)):
+                asked = [step_slice(name, size, rank, step) for step in range(num_steps)]
+                assert (*asked, drain_slice(name, size, rank, num_steps)) == cut, (p, m, num_steps, rank)
 
 
 def test_2bw_needs_as_many_micro_batches_as_ranks() -> None:

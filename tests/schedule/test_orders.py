@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.core.errors import InputError, ProgramError, UnsupportedError
+from meshwright.core.errors import InputError, ProgramError
 from meshwright.core.program import COMPUTE_KINDS, Action, Kind, Program
 from meshwright.core.schedule import PipelineSize, choices, looped, schedules
 from meshwright.core.strategy import Strategy
@@ -247,10 +247,9 @@ def test_strategy_of_any_schedule_names_its_program(name: str) -> None:
     assert build_program(looped) == program("bfs", 2, 4, num_chunks=3)
 
 
-def test_an_asynchronous_schedule_is_not_run_yet() -> None:
-    with pytest.raises(UnsupportedError, match="`pipedream` can be drawn and timed, not planned or run") as caught:
-        build_program(Strategy(pp=2, schedule="pipedream", num_micro_batches=4))
-    assert "\n" not in str(caught.value)
+def test_of_an_asynchronous_schedule_the_last_step_is_one_like_all_that_follow() -> None:
+    built = build_program(Strategy(pp=2, schedule="pipedream", num_micro_batches=4))
+    assert built == program("pipedream", 2, 4, num_steps=3)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "bfs", "zb-v", "dualpipe"])

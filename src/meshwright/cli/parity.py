@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.core.errors import ParityError
+from meshwright.core.errors import ParityError, UnsupportedError
 from meshwright.core.plan import Plan
 from meshwright.run.environment import detect
 from meshwright.run.launch import enter_ranks, speaks_for_all
@@ -25,6 +25,11 @@ def parity_command(
     from meshwright.run.tiny import tiny_plan
 
     planned = Plan.load(plan)
+    if planned.strategy.pipeline_schedule.is_asynchronous:
+        raise UnsupportedError(
+            f"parity compares with one process whose updates are not delayed, and those of schedule "
+            f"`{planned.strategy.schedule}` are; take schedule=1f1b"
+        )
     check_runnable(planned)
     clone, notes = tiny_plan(planned)
 

@@ -106,12 +106,20 @@ def _plan_table(plan: Plan) -> Table:
         "strategy": f"{strategy.describe()} (dp={strategy.dp} tp={strategy.tp} pp={strategy.pp})",
         "batch": f"{strategy.dp} × {counted(strategy.num_micro_batches, 'micro-batch', 'micro-batches')} × "
         f"{counted(strategy.micro_batch_size, 'sequence')}",
+        **({"updates": _delay(strategy)} if strategy.pipeline_schedule.is_asynchronous else {}),
         "layers per stage": ", ".join(map(str, layers)),
         "bytes per parameter": f"{strategy.recipe.source}",
     }
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def _delay(strategy: Strategy) -> str:
+    """What an asynchronous schedule does to the weights."""
+    kept = [strategy.pipeline_schedule.num_versions(strategy.pipeline, rank) for rank in range(strategy.pp)]
+    each = "step" if strategy.num_updates == 1 else "micro-batch"
+    return f"delayed: one after each {each}, while others are under way; versions kept: {', '.join(map(str, kept))}"
 
 
 def _time_table(forecast: Forecast, pricer: Pricer) -> Table:

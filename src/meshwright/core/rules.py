@@ -99,10 +99,23 @@ def _chunks(c: Case) -> str | None:
 
 def _timetable(c: Case) -> str | None:
     schedule = c.strategy.pipeline_schedule
-    if schedule.is_asynchronous:
-        return f"schedule={schedule.name} updates weights while micro-batches are under way: it is drawn, not run yet"
     fault = schedule.fault(c.strategy.pipeline) if schedule.fault else None
     return fault and f"schedule={schedule.name}: {fault}"
+
+
+def _asynchronous(c: Case) -> str | None:
+    s = c.strategy
+    if not s.pipeline_schedule.is_asynchronous:
+        return None
+    for name, is_set, instead in (
+        (f"zero={s.zero}", s.zero > 0, "zero=0"),
+        (f"precision={s.precision}", s.recipe.scales_loss, "bf16"),
+        (f"tied embeddings of `{c.model.name}` over pp={s.pp}", c.model.tied_embeddings and s.pp > 1, "pp=1"),
+        (f"offload.optimizer={s.offload.optimizer}", s.offload.is_used, "no offload"),
+    ):
+        if is_set:
+            return f"{name} with schedule={s.schedule}; take {instead}, or schedule=1f1b"
+    return None
 
 
 def _batch(c: Case) -> str | None:
@@ -233,6 +246,12 @@ RULES = (
         "the schedule has a timetable of one step for pp and num_micro_batches",
         "it is what ranks run",
         _timetable,
+    ),
+    Rule(
+        "asynchronous",
+        "an asynchronous schedule needs zero=0, no loss scale, no weight that two stages share, and no offload",
+        "each stage updates by itself, while others are at other micro-batches",
+        _asynchronous,
     ),
     Rule(
         "batch",

@@ -161,6 +161,12 @@ class Strategy(Value):
         return PipelineSize(self.pp, self.num_micro_batches, self.stages_per_rank)
 
     @property
+    def num_updates(self) -> int:
+        """Updates of each stage's weights in a step: 1, or as many as the asynchronous table has of a step."""
+        schedule = self.pipeline_schedule
+        return _num_updates(schedule, self.pipeline) if schedule.is_asynchronous else 1
+
+    @property
     def num_parts(self) -> int:
         """Parts that the model is cut into; each is one stage, or one in each direction."""
         return max(1, self.pp * self.stages_per_rank // self.pipeline_schedule.num_directions)
@@ -208,7 +214,8 @@ class Strategy(Value):
         """Short name, for tables: `D2 T2 P2 zero1 1f1b m8×b1`; several stages per rank as `interleaved-1f1b v2`."""
         recompute = " recompute" if self.recompute == "full" else ""
         chunks = f" v{self.num_chunks}" if self.num_chunks > 1 else ""
-        schedule = f" {self.schedule}{chunks}" if self.pp > 1 else ""
+        has_order = self.pp > 1 or self.pipeline_schedule.is_asynchronous
+        schedule = f" {self.schedule}{chunks}" if has_order else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
         zero = f"zero{self.zero}{self._zero_choices()}"
         return f"D{self.dp} T{self.tp} P{self.pp} {zero}{schedule}{batch}{recompute} {self.precision}"
@@ -230,6 +237,11 @@ def _splits_backward(schedule: Schedule, size: PipelineSize) -> bool:
     small = PipelineSize(min(2, size.num_ranks), 4, size.num_chunks)
     seen = size if schedule.fault is not None and schedule.fault(small) is not None else small
     return any(action.kind is Kind.W for row in schedule.order(seen) for action in row)
+
+
+@lru_cache(maxsize=256)
+def _num_updates(schedule: Schedule, size: PipelineSize) -> int:
+    return sum(action.kind is Kind.UPDATE for action in schedule.order(size)[0])
 
 
 def inner_stages_first(num_stages: int) -> tuple[int, ...]:

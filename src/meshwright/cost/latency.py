@@ -166,7 +166,7 @@ def stage_costs(
     ]
     sums_s = tiers.sums_s / (m * per_rank)
     sums = (TimeTerm("offloaded gradients", sums_s),) if strategy.offload.gradients != "none" else ()
-    update_s = optimizer_s(num_parameters, job, strategy, cluster)
+    update_s = strategy.num_updates * optimizer_s(num_parameters, job, strategy, cluster)
     if moved:
         update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
     beside_s = m * per_rank * (total_s(forward) + total_s(backward)) if strategy.offload.delayed else 0.0
@@ -175,7 +175,7 @@ def stage_costs(
         backward=(*backward, *fetches[1], *sums),
         reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
-        num_reducing=m * per_rank if strategy.zero >= 2 else 1,
+        num_reducing=m * per_rank if strategy.zero >= 2 else strategy.num_updates,
         after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
         optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s),),
         weight_gradients_s=flops.weight_gradients / speed,
@@ -270,7 +270,8 @@ def boundaries_s(model: ModelSpec, job: Job, strategy: Strategy, cluster: Cluste
 def has_bound(strategy: Strategy) -> bool:
     """Whether :func:`rank_ends_s` can be asked; where not, the clock must time the program."""
     declares = strategy.pipeline_schedule.further_s is not None
-    return declares or strategy.stages_per_rank > 1 or strategy.splits_backward
+    is_endless = strategy.pipeline_schedule.is_asynchronous
+    return declares or is_endless or strategy.stages_per_rank > 1 or strategy.splits_backward
 
 
 def rank_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
@@ -282,6 +283,8 @@ def rank_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
 
     Raises UnsupportedError for any other schedule that declares no bound.
     """
+    if strategy.pipeline_schedule.is_asynchronous:
+        return _steady_ends_s(costs, strategy)
     further_s = strategy.pipeline_schedule.further_s
     if strategy.stages_per_rank > 1 or (further_s is None and strategy.splits_backward):
         return _any_order_ends_s(costs, strategy)
@@ -295,6 +298,20 @@ def rank_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
     )
     next(alone)
     return [end + more for end, more in zip(alone, added, strict=True)][::-1]
+
+
+def _steady_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:
+    """Seconds of one step of many that follow each other without a flush, on each rank.
+
+    Each micro-batch takes what the slowest stage works on it, or, where transfers are slow, the way from a stage to the
+    last and back, shared by the micro-batches that the stage may have under way. Then all ranks wait for the step's
+    loss: the way of its last micro-batch to the last stage.
+    """
+    times, p = costs.times, strategy.pp
+    ways_s = (sum(times.work_s[r:]) + 2 * sum(times.boundaries_s[r:]) for r in range(p))
+    each_s = max(*times.work_s, *(way_s / (p - r) for r, way_s in enumerate(ways_s)))
+    loss_s = sum(times.forward_s[1:]) + sum(times.boundaries_s)
+    return [strategy.num_micro_batches * each_s + loss_s] * p
 
 
 def _any_order_ends_s(costs: StepCosts, strategy: Strategy) -> list[float]:

@@ -39,7 +39,8 @@ def memory(
 ) -> MemoryBreakdown:
     """Peak of one training step of the rank at mesh coordinates `at` (pp, dp, tp).
 
-    `buckets` are those of the rank, where the caller has them already. Each is padded to a multiple of dp.
+    `buckets` are those of the rank, where the caller has them already. Each is padded to a multiple of dp. Of an
+    asynchronous schedule the parameters count as often as it keeps versions of them (Narayanan et al. 2019, §3.3).
     """
     recipe = strategy.recipe
     buckets = rank_buckets(model, strategy, at) if buckets is None else buckets
@@ -50,9 +51,10 @@ def memory(
         return shard if strategy.zero >= from_stage else whole
 
     state_bytes = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
+    num_versions = strategy.pipeline_schedule.num_versions(strategy.pipeline, at[PP])
     moved, offload = offload_forecast(strategy, job.optimizer, buckets, at[DP]), strategy.offload
     return MemoryBreakdown(
-        parameters_bytes=held(3) * recipe.parameter_bytes * (offload.parameters == "none"),
+        parameters_bytes=held(3) * recipe.parameter_bytes * (offload.parameters == "none") * num_versions,
         gradients_bytes=held(2) * recipe.gradient_bytes * (offload.gradients == "none"),
         optimizer_bytes=held(1) * state_bytes * (offload.optimizer == "none"),
         activations_bytes=activations_bytes(model, job, strategy, at[PP]),

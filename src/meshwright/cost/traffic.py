@@ -60,7 +60,9 @@ def step_traffic(
     `buckets` are those of the rank, where the caller has them already.
     """
     total = Traffic()
-    total.add("all_reduce", DP, "count", 2 * SCALAR_BYTES, strategy.dp)
+    is_endless = strategy.pipeline_schedule.is_asynchronous
+    num_counts = strategy.num_updates if is_endless else 2
+    total.add("all_reduce", DP, "count", num_counts * SCALAR_BYTES, strategy.dp)
     _data(total, model, strategy, rank_buckets(model, strategy, at) if buckets is None else buckets)
     total.add("all_reduce", WORLD, "norm", 2 * SCALAR_BYTES, strategy.world_size)
     return total
@@ -95,10 +97,11 @@ def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, st
 
 
 def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequence[Bucket]) -> None:
-    """Gradients once per step whatever the accumulation, unless only shards of them are kept (ZeRO-2 and 3): then
+    """Gradients once per update whatever the accumulation, unless only shards of them are kept (ZeRO-2 and 3): then
     each micro-batch's are scattered. Parameters once per step, or each time a block needs them (ZeRO-3)."""
     for bucket in buckets:
-        _gradients(total, model, strategy, bucket)
+        for _ in range(strategy.num_updates):
+            _gradients(total, model, strategy, bucket)
         _parameters(total, strategy, bucket)
 
 

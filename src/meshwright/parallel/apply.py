@@ -3,7 +3,7 @@
 cut → shard → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
 
 plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ tiling.apply ─▶
-recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner
+recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner (─▶ EndlessPipeline)
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP, PP, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
 from meshwright.parallel import direct, pipeline, recompute, tensor, tiling
+from meshwright.parallel.asynchronous import EndlessPipeline, Update
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
@@ -94,6 +95,10 @@ class ParallelModel:
             spec.hidden_size,
             DTYPES[strategy.recipe.parameter],
         )
+        self.endless: EndlessPipeline | None = None
+        """What runs the steps of an asynchronous schedule."""
+        if strategy.pipeline_schedule.is_asynchronous:
+            self.endless = EndlessPipeline(self.runner, self.states, self.reducer, strategy, mesh[PP].index)
         self._model = model
         self._pending_reduction = False
         self._rows: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
@@ -124,7 +129,16 @@ class ParallelModel:
 
         Returns:
             the sum of losses over this rank's tokens (float64; non-zero where the last stage is) over `num_tokens`.
+
+        Raises:
+            InputError: gradients were reduced and not used yet.
+            UnsupportedError: an asynchronous schedule, which updates while micro-batches are under way.
         """
+        if self.endless is not None:
+            raise UnsupportedError(
+                f"schedule `{self.strategy.schedule}` updates weights while micro-batches are under way, so that there "
+                "is no forward and backward of a step by themselves; use the engine's step and finish"
+            )
         if self._pending_reduction:
             raise InputError(
                 "gradients were already reduced; call the optimizer's step before the next forward_backward"
@@ -135,6 +149,34 @@ class ParallelModel:
         loss = self.runner.run(row, micro_batches, scale if loss_scale is None else scale * loss_scale)
         self._pending_reduction = reduce
         return loss * scale
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float, update: Update) -> torch.Tensor:
+        """One step of an asynchronous schedule; what it leaves under way ends in later steps, or in `finish`.
+
+        Args:
+            micro_batches: this dp rank's; the same on all its tp and pp ranks.
+            learning_rate: of their updates, whenever these are.
+            update: changes the rank's weights by its summed gradients.
+
+        Returns:
+            the sum of losses over this rank's tokens (float64; non-zero where the last stage is) over the step's
+            counted tokens.
+        """
+        assert self.endless is not None
+        counted = self._count_by_update(micro_batches)
+        together = len(micro_batches) // len(counted)
+        scales = 1.0 / counted.clamp(min=1)
+        loss = self.endless.step(micro_batches, list(scales.repeat_interleave(together)), learning_rate, update)
+        return loss / counted.sum().clamp(min=1)
+
+    def _count_by_update(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Counted tokens over all dp ranks of the micro-batches of each update, float64 [updates of a step]."""
+        num_updates = self.strategy.num_updates
+        counted = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches])
+        total = counted.view(num_updates, -1).sum(1).to(self.mesh.device, torch.float64)
+        with self.mesh.ledger.phase("count"):
+            all_reduce(total, self.mesh[DP])
+        return total
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,9 +204,15 @@ class ParallelModel:
         """Tables that the model keeps besides its parameters, such as rotary positions."""
         return [buffer for buffer in self._model.buffers() if buffer is not None]
 
+    @property
+    def version_bytes(self) -> int:
+        """Of older versions of the weights, which an asynchronous schedule keeps."""
+        return self.endless.versions.further_bytes if self.endless else 0
+
     def census(self) -> ActivationCensus:
         """A context that counts what autograd keeps of this model's activations."""
-        ignored = [*(bucket.parameters for bucket in self.states.buckets), *self.constants()]
+        kept = self.endless.versions.memory if self.endless else [bucket.parameters for bucket in self.states.buckets]
+        ignored = [*kept, *self.constants()]
         return ActivationCensus(ignored, self.products)
 
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor:

@@ -98,11 +98,14 @@ class _InFlight:
 
 
 @dataclass(slots=True)
-class _Step:
-    """One run over a row: its micro-batches and what is under way, by (stage, micro-batch)."""
+class UnderWay:
+    """One run over a row, or over parts of one: its micro-batches, and what is under way by (stage, micro-batch)."""
 
-    micro_batches: Sequence[MicroBatch]
-    loss_gradient: torch.Tensor
+    micro_batches: Mapping[int, MicroBatch]
+    loss_gradients: Mapping[int, torch.Tensor]
+    """What backward of each micro-batch's loss sum starts with."""
+    num_tags: int
+    """From so many micro-batches on the tags of messages are used again."""
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     products: dict[tuple[int, int], deque[Product]] = field(default_factory=dict)
     """What I has left for W."""
@@ -166,26 +169,40 @@ class StageRunner:
         Args:
             loss_gradient: what backward of the loss sum starts with: 1 / counted tokens of the step.
         """
-        step = _Step(micro_batches, loss_gradient)
+        numbers = range(len(micro_batches))
+        step = UnderWay(dict(enumerate(micro_batches)), dict.fromkeys(numbers, loss_gradient), len(micro_batches))
         for action in row:
-            self.watch(action)
-            began_s = perf_counter()
-            self._do[action.kind](step, action)
-            if self.trace is not None:
-                self.trace.append((action, began_s, perf_counter()))
-        for work in step.sends:
-            work.wait()
+            self.act(step, action)
+        self.end(step)
         self.watch(None)
-        total = torch.zeros((), dtype=torch.float64, device=loss_gradient.device)
+        return self.take_losses(step)
+
+    def act(self, step: UnderWay, action: Action, do: Callable[[UnderWay, Action], None] | None = None) -> None:
+        """Carry out one action, by `do` if it is one that this runner does not know."""
+        self.watch(action)
+        began_s = perf_counter()
+        (do or self._do[action.kind])(step, action)
+        if self.trace is not None:
+            self.trace.append((action, began_s, perf_counter()))
+
+    def end(self, step: UnderWay) -> None:
+        """Wait for what was sent."""
+        while step.sends:
+            step.sends.popleft().wait()
+
+    def take_losses(self, step: UnderWay) -> torch.Tensor:
+        """Sum of the losses since it was last taken (float64 scalar)."""
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for loss in step.losses:
             total += loss
+        step.losses.clear()
         return total
 
-    def _boundary(self, step: _Step, micro_batch: int) -> torch.Tensor:
+    def _boundary(self, step: UnderWay, micro_batch: int) -> torch.Tensor:
         tokens = step.micro_batches[micro_batch][0]
         return torch.empty((*tokens.shape, self._hidden_size), dtype=self._dtype, device=tokens.device)
 
-    def _forward(self, step: _Step, action: Action) -> None:
+    def _forward(self, step: UnderWay, action: Action) -> None:
         stage, k, trains = self._stages[action.stage], action.micro_batch, torch.is_grad_enabled()
         tokens, labels = step.micro_batches[k]
         flight = step.in_flight.setdefault((action.stage, k), _InFlight())
@@ -196,7 +213,7 @@ class StageRunner:
                 step.losses.append(out.detach())
         flight.edge = get_gradient_edge(out) if out.requires_grad else None
         if stage.after is None:
-            flight.gradient = step.loss_gradient.to(out.dtype)
+            flight.gradient = step.loss_gradients[k].to(out.dtype)
         elif stage.after == self._pp.index:
             step.in_flight[action.stage + 1, k] = _InFlight(into=out.detach().requires_grad_(trains))
         else:
@@ -204,7 +221,7 @@ class StageRunner:
         if not trains and flight.out is None:
             del step.in_flight[action.stage, k]  # evaluation: nothing comes back
 
-    def _backward(self, step: _Step, action: Action) -> None:
+    def _backward(self, step: UnderWay, action: Action) -> None:
         flight = step.in_flight[action.stage, action.micro_batch]
         self._reducer.start_backward(action.stage)
         with self._mesh.ledger.phase("backward"), self._gatherer.backward(action.stage):
@@ -214,7 +231,7 @@ class StageRunner:
         flight.edge = flight.gradient = None
         self._hand_back(step, action)
 
-    def _hand_back(self, step: _Step, action: Action) -> None:
+    def _hand_back(self, step: UnderWay, action: Action) -> None:
         """The gradient of a stage's input, to where it goes; one for another rank waits for its SEND."""
         stage, at = self._stages[action.stage], (action.stage, action.micro_batch)
         if stage.before == self._pp.index:
@@ -222,12 +239,12 @@ class StageRunner:
         if stage.before in (None, self._pp.index):
             del step.in_flight[at]
 
-    def _input_gradient(self, step: _Step, action: Action) -> None:
+    def _input_gradient(self, step: UnderWay, action: Action) -> None:
         with self._products.postponed() as left:
             self._backward(step, action)
         step.products[action.stage, action.micro_batch] = left
 
-    def _weight_gradients(self, step: _Step, action: Action) -> None:
+    def _weight_gradients(self, step: UnderWay, action: Action) -> None:
         left = step.products.pop((action.stage, action.micro_batch))
         self._reducer.start_backward(action.stage, [product.sink for product in left])
         with self._mesh.ledger.phase("backward"):
@@ -235,7 +252,7 @@ class StageRunner:
                 left.popleft().write()
         self._reducer.end_backward()
 
-    def _send_forward(self, step: _Step, action: Action) -> None:
+    def _send_forward(self, step: UnderWay, action: Action) -> None:
         at = action.stage, action.micro_batch
         flight, to = step.in_flight[at], self._stages[action.stage].after
         with self._mesh.ledger.phase("forward"):
@@ -244,24 +261,24 @@ class StageRunner:
         if not torch.is_grad_enabled():
             del step.in_flight[at]  # evaluation: nothing comes back
 
-    def _receive_forward(self, step: _Step, action: Action) -> None:
+    def _receive_forward(self, step: UnderWay, action: Action) -> None:
         into, source = self._boundary(step, action.micro_batch), self._stages[action.stage].before
         recv_start(into, self._pp, source, _tag(step, action)).wait()
         flight = _InFlight(into=into.requires_grad_(torch.is_grad_enabled()))
         step.in_flight[action.stage, action.micro_batch] = flight
 
-    def _send_backward(self, step: _Step, action: Action) -> None:
+    def _send_backward(self, step: UnderWay, action: Action) -> None:
         flight, to = step.in_flight.pop((action.stage, action.micro_batch)), self._stages[action.stage].before
         with self._mesh.ledger.phase("backward"):
             self._post(step, send_start(flight.into.grad, self._pp, to, _tag(step, action)))
 
-    def _post(self, step: _Step, send: Work) -> None:
+    def _post(self, step: UnderWay, send: Work) -> None:
         """Keep a send alive, and few of them, so that sent outputs do not pile up."""
         step.sends.append(send)
         while len(step.sends) > MAX_SENDS:
             step.sends.popleft().wait()
 
-    def _receive_backward(self, step: _Step, action: Action) -> None:
+    def _receive_backward(self, step: UnderWay, action: Action) -> None:
         gradient, source = self._boundary(step, action.micro_batch), self._stages[action.stage].after
         recv_start(gradient, self._pp, source, _tag(step, action)).wait()
         step.in_flight[action.stage, action.micro_batch].gradient = gradient
@@ -277,7 +294,8 @@ _PRODUCER = {Kind.SEND_F: 0, Kind.RECV_F: -1, Kind.SEND_B: 0, Kind.RECV_B: 1}
 """Stage that makes what is carried, from the action's own."""
 
 
-def _tag(step: _Step, action: Action) -> int:
+def _tag(step: UnderWay, action: Action) -> int:
     """Distinguishes the messages of a step, of which two ranks may exchange those of several boundaries."""
     producer = action.stage + _PRODUCER[action.kind]
-    return 2 * (producer * len(step.micro_batches) + action.micro_batch) + (action.kind in (Kind.SEND_B, Kind.RECV_B))
+    place = producer * step.num_tags + action.micro_batch % step.num_tags
+    return 2 * place + (action.kind in (Kind.SEND_B, Kind.RECV_B))

@@ -198,7 +198,7 @@ class FlatStates:
         self.sinks: dict[str, GradientSink] = {}
         self.owners = _owners(model, spec)
         for bucket, slot in self.slots():
-            view = bucket.view(_alias(bucket.parameters), slot)
+            view = bucket.view(alias(bucket.parameters), slot)
             parameter = nn.Parameter(view, requires_grad=slot.placement.name not in frozen)
             self.parameters[slot.placement.key] = parameter
             for module, attribute in self.owners.get(slot.placement.key, ()):
@@ -334,7 +334,7 @@ def _kept(part: torch.Tensor, pool: Pool | None, state: StoredState | None, kind
     return torch.zeros_like(part)
 
 
-def _alias(x: torch.Tensor) -> torch.Tensor:
+def alias(x: torch.Tensor) -> torch.Tensor:
     """The same memory under a version counter of its own: gathering a block is no change to what autograd saved."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape)
 

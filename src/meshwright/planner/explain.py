@@ -81,12 +81,21 @@ def _verdict(winner: Forecast, priced: Sequence[Forecast], model: ModelSpec, clu
         f"({len(priced)} legal): "
         f"{format_time(seconds)} per step, {job.tokens_per_step / seconds:,.0f} tokens/s, "
         f"{share:.0%} of the devices' peak.{_stages(winner.strategy)}"
+        f"{_delay(winner.strategy)}"
     )
 
 
 def _stages(strategy: Strategy) -> str:
     counts = strategy.layers_per_stage
     return f" Its stages hold {', '.join(map(str, counts))} layers, so that the head is balanced." if counts else ""
+
+
+def _delay(strategy: Strategy) -> str:
+    """What is not as in every other plan."""
+    name = strategy.schedule
+    if not strategy.pipeline_schedule.is_asynchronous:
+        return ""
+    return f" Its updates are delayed (`{name}`): it does not train as the plans that flush do."
 
 
 def _limits(winner: Forecast, pricer: Pricer) -> str:

@@ -73,7 +73,8 @@ class Forecast:
     disk_limit_bytes: int | None = None
     """Likewise to a disk."""
     simulated: bool = False
-    """True where the pipeline's time comes from the clock, False where from the closed form."""
+    """True where the pipeline's time comes from the clock, or from the closed form of a table without an end; False
+    where the clock may still replay it."""
 
     @property
     def fits(self) -> bool:
@@ -173,7 +174,7 @@ class Pricer:
             host_is_device=self.cluster.host_is_device,
             host_limit_bytes=_share(self.cluster.host_memory_bytes, self.cluster),
             disk_limit_bytes=_share(self.cluster.disk_bytes, self.cluster),
-            simulated=not is_bounded,
+            simulated=not is_bounded or strategy.pipeline_schedule.is_asynchronous,
         )
 
     def simulate(self, forecast: Forecast) -> Forecast:

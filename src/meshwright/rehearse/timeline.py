@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.core.axes import DP, PP, TP
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS, SEND_KINDS, Action, Kind
 from meshwright.core.record import RankRecord, TracedAction
@@ -22,8 +22,14 @@ def measured_timeline(plan: Plan, records: Iterable[RankRecord]) -> Timeline:
     A receive stands where it ended, and a reduction takes no time, as on the clock's timelines: both are waited for.
 
     Raises:
+        UnsupportedError: an asynchronous schedule.
         InputError: a rank left no trace, or one of other actions than the plan's.
     """
+    if plan.strategy.pipeline_schedule.is_asynchronous:
+        raise UnsupportedError(
+            f"the steps of schedule `{plan.strategy.schedule}` are parts of a table without an end, and are not drawn; "
+            f"`meshwright timeline {plan.strategy.schedule}` draws the table"
+        )
     program = build_program(plan.strategy)
     traces = {r.coordinates[PP]: r.trace for r in records if r.coordinates[DP] == 0 and r.coordinates[TP] == 0}
     for rank, row in enumerate(program.rows):

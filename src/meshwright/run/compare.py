@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from meshwright.run.set_up import check_runnable
 from meshwright.run.training import MEASURED_STEP, Training
 from meshwright.train.data import PackedDataset
 from meshwright.train.metrics import MetricsWriter, StepMetrics, read_metrics
+from meshwright.train.optimizer import OptimizerOptions
 from meshwright.train.prepare import load_prepared, prepare
 from meshwright.train.progress import Progress
 
@@ -192,7 +194,8 @@ class _OneProcess:
         model = build(self.plan.model, "cpu", DTYPES[strategy.recipe.parameter])
         init.initialize(model, self.plan.model, self.options.seed)
         self.parallel = DataParallel(model, strategy.dp)
-        self.optimizer = _adamw(model, self.options)
+        settings = self.options.optimizer("adamw")
+        self.optimizer, self.clip_norm = _adamw(model, settings), settings.clip_norm or inf
         self.step_times_s: list[float] = []
 
     def run(self) -> None:
@@ -212,7 +215,7 @@ class _OneProcess:
         rate = options.learning_rate_at(step)
         began_s = time.perf_counter()
         loss = float(self.parallel.forward_backward(batches, measure=is_measured))
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parallel.model.parameters(), options.clip_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parallel.model.parameters(), self.clip_norm))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -233,9 +236,8 @@ class _OneProcess:
             record.save(self.run_folder.measured)
 
 
-def _adamw(model: torch.nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+def _adamw(model: torch.nn.Module, settings: OptimizerOptions) -> torch.optim.Optimizer:
     """The ranks' update: weight decay for matrices only."""
-    settings = options.optimizer("adamw")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},

@@ -16,7 +16,7 @@ from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh, start
 from meshwright.core.batch import MicroBatch
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.offload import TierTraffic
@@ -25,6 +25,7 @@ from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.hf import HFCheckpoint
 from meshwright.parallel.apply import ParallelModel
+from meshwright.parallel.asynchronous import EndlessPipeline
 from meshwright.run.batches import check_micro_batches, check_planned
 from meshwright.train.optimizer import FlatOptimizer, OptimizerOptions
 
@@ -51,6 +52,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, options: OptimizerOptions) -> None:
         _check_model(model, plan.model)
+        check_options(plan, options)
         self.plan = plan
         self.mesh = mesh
         self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh, options.kind)
@@ -59,6 +61,8 @@ class Engine:
         """What this rank sent in the last step."""
         self.last_waits_s: dict[str, float] = {}
         """Phase → seconds of the last step that this rank stood still for communication."""
+        self._last_square = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        """Of an asynchronous schedule: this rank's part of the squared norm at its last update in the step."""
 
     @property
     def last_tier_traffic(self) -> dict[str, TierTraffic]:
@@ -67,12 +71,14 @@ class Engine:
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, the same whatever the layout."""
+        self._check_empty("initialize")
         params = {p.name: p for p in self.plan.model.parameters()}
         self.parallel.states.fill(lambda at: init.initial_box(params[at.name], self.plan.model, at.box, seed))
         self.optimizer.sync_master()
 
     def load_pretrained(self, folder: Path | str) -> None:
         """Weights of a Hugging Face checkpoint; each rank reads its own boxes only. Raises CheckpointError."""
+        self._check_empty("load_pretrained")
         params = {p.name: p for p in self.plan.model.parameters()}
         with HFCheckpoint(folder, self.plan.model) as checkpoint:
             self.parallel.states.fill(lambda at: checkpoint.read(params[at.name], at.box))
@@ -114,8 +120,7 @@ class Engine:
         Raises:
             InputError: a learning rate that is none.
         """
-        if not 0 <= learning_rate < inf:
-            raise InputError(f"learning_rate {learning_rate}: a finite number of at least 0 was expected")
+        _check_rate(learning_rate)
         norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
         norm = norm + 0 * total
         scale = self.optimizer.loss_scale.scale.clone()
@@ -137,13 +142,58 @@ class Engine:
             InputError: other micro-batches than the plan's, or values that cannot be trained on.
         """
         check_planned(micro_batches, self.plan)
+        if self.parallel.endless is not None:
+            return self._step_on(micro_batches, learning_rate)
         return self.update(self.forward_backward(micro_batches), learning_rate)
 
+    def _step_on(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
+        """A step of an asynchronous schedule."""
+        _check_rate(learning_rate)
+        wrong = check_micro_batches(micro_batches, self.plan.model)
+        loss = self.parallel.step(micro_batches, learning_rate, self._update_by_itself)
+        loss = loss if wrong is None else loss.masked_fill(wrong, nan)
+        norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss), self._last_square)
+        self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
+        return StepStats(total, norm, torch.zeros_like(norm, dtype=torch.bool), torch.ones_like(norm))
+
+    def _update_by_itself(self, learning_rate: float, is_last: bool) -> None:
+        if is_last:
+            self._last_square = self.optimizer.square()
+        self.optimizer.update_by_itself(learning_rate)
+
     def finish(self) -> None:
-        """After the last step: take over an update that is still to be. Only where updates are delayed there is any."""
+        """After the last step: take over an update that is still to be. Only where updates are delayed there is any.
+
+        Of an asynchronous schedule: run what is under way to its end. :meth:`evaluate`, :meth:`save` and :meth:`load`
+        need it; the next step then begins with an empty pipeline.
+
+        Raises:
+            InputError: what was under way had gradients that are not finite.
+        """
+        if (endless := self.parallel.endless) is not None:
+            if not endless.is_empty:
+                self._drain(endless)
+            return
         self.optimizer.finish()
         if self.plan.strategy.offload.delayed:
             self.parallel.gather_parameters()
+
+    def _drain(self, endless: EndlessPipeline) -> None:
+        endless.finish(self._update_by_itself)
+        norm, _ = self.optimizer.norm_and_loss(torch.zeros_like(self._last_square), self._last_square)
+        self._last_square.zero_()
+        self.mesh.ledger.take()
+        self.mesh.ledger.take_waits()
+        if not bool(norm.isfinite()):
+            raise InputError(
+                f"gradient norm {float(norm):g} in what was under way: weights were changed by it; lower the learning "
+                "rate, or look at the data, then go on from the last checkpoint"
+            )
+
+    def _check_empty(self, what: str) -> None:
+        """Raises InputError while micro-batches are under way, whose updates are still to be."""
+        if self.parallel.endless is not None and not self.parallel.endless.is_empty:
+            raise InputError(f"{what}: micro-batches are under way, whose updates are still to be; call finish() first")
 
     def close(self) -> None:
         """Give up what is offloaded, and with it the engine; a process that ends needs not call it."""
@@ -157,6 +207,7 @@ class Engine:
         Raises:
             InputError: no round at all, or tokens, labels or shapes that the model cannot take.
         """
+        self._check_empty("evaluate")
         sums = [self._evaluate(micro_batches) for micro_batches in rounds]
         if not sums:
             raise InputError("evaluate was given no micro-batches; give at least one round")
@@ -174,7 +225,7 @@ class Engine:
         """What this rank holds, counted; activations as a census found them."""
         states = self.parallel.states
         return MemoryBreakdown(
-            parameters_bytes=states.parameter_bytes,
+            parameters_bytes=states.parameter_bytes + self.parallel.version_bytes,
             gradients_bytes=states.gradient_bytes,
             optimizer_bytes=self.optimizer.state_bytes,
             activations_bytes=activations_bytes,
@@ -192,6 +243,7 @@ class Engine:
         Raises:
             InputError: a step below 0; CheckpointError: it cannot be written.
         """
+        self._check_empty("save")
         if step < 0:
             raise InputError(f"step {step} cannot be saved; steps are counted from 0")
         scale = self.optimizer.loss_scale
@@ -211,6 +263,7 @@ class Engine:
         One that was saved between a delayed update and its adoption goes on in the same way, if this engine delays
         too; else the update is adopted now.
         """
+        self._check_empty("load")
         is_ahead = store.peek(folder, step).get("delayed", {}).get("is_pending", False)
         if (delayed := self.optimizer.delayed) is not None:
             delayed.settle()
@@ -272,6 +325,27 @@ def _check_model(model: nn.Module, spec: ModelSpec) -> None:
     model.is_split = True
 
 
+def check_options(plan: Plan, options: OptimizerOptions) -> None:
+    """Raises UnsupportedError for options that the plan's schedule cannot keep."""
+    schedule = plan.strategy.pipeline_schedule
+    if schedule.is_asynchronous and options.clip_norm is not None:
+        raise UnsupportedError(
+            f"clip_norm={options.clip_norm:g} with schedule=`{schedule.name}`: stages update by themselves, and none "
+            "waits for the norm of all gradients; take clip_norm=None, or schedule=`1f1b`"
+        )
+
+
+def default_options(plan: Plan) -> OptimizerOptions:
+    """The plan's optimizer; its gradients are clipped where the schedule can."""
+    clip_norm = None if plan.strategy.pipeline_schedule.is_asynchronous else OptimizerOptions().clip_norm
+    return OptimizerOptions(kind=plan.job.optimizer, clip_norm=clip_norm)
+
+
+def _check_rate(learning_rate: float) -> None:
+    if not 0 <= learning_rate < inf:
+        raise InputError(f"learning_rate {learning_rate}: a finite number of at least 0 was expected")
+
+
 def make_mesh(plan: Plan) -> Mesh:
     """This rank's mesh under `plan`, on the process group that torchrun's environment describes."""
     start("cpu" if plan.cluster.backend == "gloo" else "cuda")
@@ -302,13 +376,14 @@ def parallelize(
             device (the default) fresh ones are drawn from `seed`, the same whatever the layout.
         plan: what to run.
         mesh: this rank's mesh; made from the environment if None.
-        options: the optimizer's settings.
+        options: the optimizer's settings; by default the plan's optimizer, with clipping unless the schedule is
+            asynchronous.
 
     Raises:
         InputError: the number of ranks is not the plan's, the model does not fit its spec, or was split before.
     """
     fresh = any(p.is_meta for p in model.parameters())
-    options = options or OptimizerOptions(kind=plan.job.optimizer)
+    options = options or default_options(plan)
     engine = Engine(model, plan, mesh or make_mesh(plan), options)
     if fresh:
         engine.initialize(seed)

@@ -27,7 +27,8 @@ class TrainOptions(Value):
     warmup_steps: int | None = Field(default=None, ge=0)
     """None: ten, or a fifth of a short run."""
     weight_decay: float = Field(default=0.1, ge=0)
-    clip_norm: float = Field(default=1.0, gt=0)
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Largest global gradient norm; None: 1, and no limit under an asynchronous schedule, which cannot clip."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     eval_every: int = Field(default=50, gt=0)
     eval_samples: int = Field(default=64, gt=0)
@@ -56,6 +57,7 @@ class TrainOptions(Value):
         warmup_steps = min(10, self.steps // 5) if self.warmup_steps is None else self.warmup_steps
         return learning_rate(step, peak=self.learning_rate, warmup_steps=warmup_steps, total_steps=self.steps)
 
-    def optimizer(self, kind: Literal["adamw", "sgd"]) -> OptimizerOptions:
-        """Settings of the update."""
-        return OptimizerOptions(kind=kind, weight_decay=self.weight_decay, clip_norm=self.clip_norm, seed=self.seed)
+    def optimizer(self, kind: Literal["adamw", "sgd"], *, clips: bool = True) -> OptimizerOptions:
+        """Settings of the update. Without `clips` there is only a largest norm that was asked for."""
+        clip_norm = OptimizerOptions().clip_norm if clips and self.clip_norm is None else self.clip_norm
+        return OptimizerOptions(kind=kind, weight_decay=self.weight_decay, clip_norm=clip_norm, seed=self.seed)

@@ -22,8 +22,10 @@ from meshwright.core.plan import Plan
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint
 from meshwright.parallel.offload.folder import check_folder
+from meshwright.run.engine import check_options
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
+from meshwright.schedule.build import first_steady
 from meshwright.train.data import check_enough_tokens, check_same_samples
 from meshwright.train.prepare import load_prepared, prepare
 from meshwright.train.tokenizer import load_tokenizer
@@ -34,8 +36,8 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
 
     Raises:
         UnsupportedError: the plan can be made, but not be run.
-        InputError: options that contradict each other, a text that is too short, a tokenizer that is too large;
-            nowhere to offload to; a folder that holds another run, or, with `resume`, none.
+        InputError: options that contradict each other, or the plan's schedule, a text that is too short, a
+            tokenizer that is too large; nowhere to offload to; a folder that holds another run, or, with `resume`, none.
         CheckpointError: nothing to start from in `options.pretrained`.
     """
     check_runnable(plan)
@@ -43,6 +45,8 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
     if "disk" in offload.tiers:
         check_folder(Path(offload.path or ""))
     options.learning_rate_at(0)
+    if plan.strategy.pipeline_schedule.is_asynchronous:
+        _check_asynchronous(plan, options)
     if resume:
         _check_same_run(plan, options, run)
         return
@@ -76,6 +80,18 @@ def check_runnable(plan: Plan) -> None:
     build(plan.model)
     plan.model.check_length(plan.job.seq_length)
     plan.strategy.recipe.check_runnable()
+
+
+def _check_asynchronous(plan: Plan, options: TrainOptions) -> None:
+    """An evaluation or a checkpoint ends what is under way. Refuses those that come before the pipeline is full."""
+    check_options(plan, options.optimizer(plan.job.optimizer, clips=False))
+    needed = first_steady(plan.strategy.pipeline) + 1
+    for name in ("steps", "save_every", "eval_every"):
+        if (every := getattr(options, name)) < needed:
+            raise InputError(
+                f"{name}={every} with schedule={plan.strategy.schedule}: only after {needed} steps without a stop has one "
+                f"had a full pipeline, and can be measured; take {needed} or more"
+            )
 
 
 def _check_same_run(plan: Plan, options: TrainOptions, run: RunFolder) -> None:

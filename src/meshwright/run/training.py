@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 
 from meshwright.checkpoint import latest
@@ -31,6 +32,7 @@ from meshwright.run.engine import StepStats, make_mesh, parallelize
 from meshwright.run.folder import RunFolder
 from meshwright.run.options import TrainOptions
 from meshwright.run.set_up import go_on
+from meshwright.schedule.build import first_steady
 from meshwright.train.data import EvaluationSet, PackedDataset
 from meshwright.train.metrics import MetricsWriter, StepMetrics
 from meshwright.train.prepare import load_prepared
@@ -68,7 +70,11 @@ class Training:
         self.dataset = PackedDataset(data.train_tokens(), job.seq_length, job.global_batch_size, options.seed)
         self.evaluation = EvaluationSet(data.eval_tokens(), job.seq_length, options.eval_samples)
         self.engine = parallelize(
-            build(plan.model), plan, mesh=self.mesh, options=options.optimizer(job.optimizer), seed=options.seed
+            build(plan.model),
+            plan,
+            mesh=self.mesh,
+            options=options.optimizer(job.optimizer, clips=not self._is_endless),
+            seed=options.seed,
         )
         if RECORD in os.environ:
             self.engine.parallel.runner.watch = Doing(doing_path(Path(os.environ[RECORD]))).note
@@ -77,20 +83,44 @@ class Training:
     def run(self, *, resume: bool) -> None:
         """Train to the last step; from the newest checkpoint with `resume`."""
         first, total = self._start(resume), self.options.steps
-        measured = min(first + MEASURED_STEP, total - 1)
+        watched = self._watched(first)
         with ExitStack() as stack:
             watchers = []
             if self.is_main:
                 watchers.append(stack.enter_context(MetricsWriter(self.run_folder.path, first)).write)
                 watchers.append(stack.enter_context(Progress(total, first)).update)
             for step in range(first, total):
-                row = self._step(step, is_measured=step == measured)
+                row = self._step(step, watched)
                 for watch in watchers:
                     watch(row)
                 if self._is_due(step, self.options.save_every):
                     self.save(step + 1)
-        self.record().save(self.run_folder.measured)
+        if watched:
+            self.record().save(self.run_folder.measured)
         barrier(self.mesh[WORLD])
+
+    @property
+    def _is_endless(self) -> bool:
+        return self.plan.strategy.pipeline_schedule.is_asynchronous
+
+    def _watched(self, first: int) -> range:
+        """Steps whose activations are counted; the last of them is measured. That is one step, but under an
+        asynchronous schedule also those before it, which fill the pipeline; none where it is not full before the end.
+        """
+        total = self.options.steps
+        if not self._is_endless:
+            measured = min(first + MEASURED_STEP, total - 1)
+            return range(measured, measured + 1)
+        needed, began = first_steady(self.plan.strategy.pipeline) + 1, first
+        for step in range(first, total):
+            if step + 1 - began == needed:
+                return range(began, step + 1)
+            if self._is_drained_after(step):
+                began = step + 1
+        return range(0)
+
+    def _is_drained_after(self, step: int) -> bool:
+        return any(self._is_due(step, every) for every in (self.options.save_every, self.options.eval_every))
 
     def _is_due(self, step: int, every: int) -> bool:
         """After every so many steps, and after the last."""
@@ -98,6 +128,7 @@ class Training:
 
     def save(self, step: int) -> None:
         """A checkpoint before `step`."""
+        self._finish_under_way()
         extra = {"data": self.dataset.state_dict(step)}
         self.engine.save(self.run_folder.checkpoints, step, extra, keep=self.options.keep)
 
@@ -114,7 +145,12 @@ class Training:
             go_on(self.plan, self.options, self.run_folder)
         return first
 
-    def _step(self, step: int, *, is_measured: bool) -> StepMetrics:
+    def _finish_under_way(self) -> None:
+        """What asynchronous steps have left under way, before weights are looked at."""
+        if self._is_endless:
+            self.engine.finish()
+
+    def _step(self, step: int, watched: range) -> StepMetrics:
         options, strategy = self.options, self.plan.strategy
         dp = self.mesh[DP]
         micro_batches = self.dataset.micro_batches(
@@ -122,14 +158,17 @@ class Training:
         )
         rate = options.learning_rate_at(step)
         began_s = time.perf_counter()
-        run = self._measured_step if is_measured and options.activation_census else self.engine.step
-        stats = run(micro_batches, rate)
+        is_watched = step in watched
+        if is_watched and options.activation_census:
+            stats = self._measured_step(micro_batches, rate, is_first=step == watched[0], is_last=step == watched[-1])
+        else:
+            stats = self.engine.step(micro_batches, rate)
         if step + 1 == options.steps:
             self.engine.finish()
         loss, norm = float(stats.loss), float(stats.grad_norm)
         overflow = self._overflow(step, stats)
         took_s = time.perf_counter() - began_s
-        if not is_measured:
+        if not is_watched:
             self.measured.step_times_s.append(took_s)
             self.measured.waits_s.append(self.engine.last_waits_s)
         tokens = self.plan.job.tokens_per_step
@@ -143,6 +182,12 @@ class Training:
         """
         scale = self.engine.optimizer.loss_scale
         skipped, used = bool(stats.skipped), float(stats.loss_scale)
+        if self._is_endless and not isfinite(float(stats.loss) + float(stats.grad_norm)):
+            raise InputError(
+                f"step {step}: loss {float(stats.loss):g} and gradient norm {float(stats.grad_norm):g} are not both "
+                "finite, and stages that update by themselves have changed weights by it: lower --learning-rate, warm "
+                "up longer, or look at the data, then go on from the last checkpoint with --resume"
+            )
         if skipped and (not scale.is_dynamic or used <= scale.options.minimum):
             raise InputError(
                 f"step {step}: loss {float(stats.loss):g} and gradient norm {float(stats.grad_norm):g} are not both "
@@ -151,16 +196,23 @@ class Training:
             )
         return (skipped, used) if scale.is_dynamic else (None, None)
 
-    def _measured_step(self, micro_batches: Sequence[MicroBatch], rate: float) -> StepStats:
-        """One step under the census and the trace; slower, so its time is not counted."""
+    def _measured_step(
+        self, micro_batches: Sequence[MicroBatch], rate: float, *, is_first: bool, is_last: bool
+    ) -> StepStats:
+        """One step under the census and, if it is the last of them, the trace; slower, so its time is not counted."""
         engine, runner = self.engine, self.engine.parallel.runner
-        runner.trace = []
-        barrier(self.mesh[WORLD])
+        if is_first:
+            self._census = engine.parallel.census()
+        if is_last:
+            runner.trace = []
+            barrier(self.mesh[WORLD])
         zero_s = time.perf_counter()
-        with engine.parallel.census() as census:
-            loss = engine.forward_backward(micro_batches)
+        with self._census as census:
+            result = engine.step(micro_batches, rate) if self._is_endless else engine.forward_backward(micro_batches)
         trace, runner.trace = runner.trace, None
-        stats = engine.update(loss, rate)
+        stats = result if isinstance(result, StepStats) else engine.update(result, rate)
+        if trace is None:
+            return stats
         self.measured.activations_bytes = census.peak_bytes
         self.measured.traffic = engine.last_traffic
         compute = [(start, end) for action, start, end in trace if action.kind in COMPUTE_KINDS]
@@ -170,6 +222,7 @@ class Training:
         return stats
 
     def _evaluate(self) -> float:
+        self._finish_under_way()
         strategy, dp = self.plan.strategy, self.mesh[DP]
         rounds = range(self.evaluation.num_rounds(self.plan.job.global_batch_size))
         return self.engine.evaluate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.errors import ProgramError, UnsupportedError
+from meshwright.core.errors import ProgramError
 from meshwright.core.program import Program
 from meshwright.core.schedule import PipelineSize, Schedule, find_schedule
 from meshwright.core.strategy import Strategy
@@ -63,14 +63,20 @@ def order_program(schedule: Schedule, size: PipelineSize) -> Program:
 def build_program(strategy: Strategy) -> Program:
     """The program of one training step of `strategy`; every data-parallel replica runs the same.
 
-    Raises UnsupportedError for a schedule that has a timetable but is not run.
+    Of an asynchronous schedule, the program of so many steps that the last is one like all that follow, and of what
+    it leaves under way.
     """
-    if strategy.pipeline_schedule.is_asynchronous:
-        raise UnsupportedError(
-            f"schedule `{strategy.schedule}` can be drawn and timed, not planned or run; take one that ends in a flush"
-        )
-    chunks = strategy.stages_per_rank
-    return program(strategy.schedule, strategy.pp, strategy.num_micro_batches, num_chunks=chunks)
+    is_endless, size = strategy.pipeline_schedule.is_asynchronous, strategy.pipeline
+    num_steps = first_steady(size) + 1 if is_endless else 1
+    return program(
+        strategy.schedule, size.num_ranks, size.num_micro_batches, num_chunks=size.num_chunks, num_steps=num_steps
+    )
+
+
+def first_steady(size: PipelineSize) -> int:
+    """Of an asynchronous schedule: the first step that begins with as many micro-batches under way on all ranks as it
+    ends with (:mod:`meshwright.schedule.slices`)."""
+    return -(-(size.num_ranks - 1) // size.num_micro_batches) + 1
 
 
 def _check_sizes(size: PipelineSize) -> None:

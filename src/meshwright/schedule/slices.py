@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 from meshwright.core.program import Action, Kind, Program
 from meshwright.core.schedule import PipelineSize
+from meshwright.schedule.build import first_steady, program
 
 
 def slices(program: Program, num_steps: int) -> tuple[tuple[tuple[Action, ...], ...], ...]:
@@ -30,14 +32,29 @@ def slices(program: Program, num_steps: int) -> tuple[tuple[tuple[Action, ...], 
     return tuple(_cut(row, lasts) for row in program.rows)
 
 
-def first_steady(size: PipelineSize) -> int:
-    """The first step whose slices on all ranks begin with as many micro-batches under way as they end with."""
-    return -(-(size.num_ranks - 1) // size.num_micro_batches) + 1
-
-
 def shifted(row: Sequence[Action], num_micro_batches: int) -> tuple[Action, ...]:
     """The same actions of so many micro-batches later."""
     return tuple(replace(action, micro_batch=(action.micro_batch or 0) + num_micro_batches) for action in row)
+
+
+def step_slice(name: str, size: PipelineSize, rank: int, step: int) -> tuple[Action, ...]:
+    """Slice of a rank in a step, counted from where the pipeline was empty, of the row that never ends."""
+    steady = first_steady(size)
+    later = max(0, step - steady)
+    return shifted(_row_slices(name, size, rank, steady + 1)[step - later], later * size.num_micro_batches)
+
+
+def drain_slice(name: str, size: PipelineSize, rank: int, num_steps: int) -> tuple[Action, ...]:
+    """What is left of a rank's row after so many steps since the pipeline was empty."""
+    steady = first_steady(size)
+    later = max(0, num_steps - steady)
+    return shifted(_row_slices(name, size, rank, num_steps - later)[-1], later * size.num_micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _row_slices(name: str, size: PipelineSize, rank: int, num_steps: int) -> tuple[tuple[Action, ...], ...]:
+    built = program(name, size.num_ranks, size.num_micro_batches, num_chunks=size.num_chunks, num_steps=num_steps)
+    return slices(built, num_steps)[rank]
 
 
 def _cut(row: tuple[Action, ...], lasts: Sequence[int]) -> tuple[tuple[Action, ...], ...]:

@@ -143,24 +143,33 @@ class FlatOptimizer:
                 copy(shard.master, shard.bucket.own_parameters)
 
     @torch.no_grad()
-    def norm_and_loss(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm_and_loss(
+        self, loss: torch.Tensor, square: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Global gradient norm without the loss scale, and `loss` summed over all ranks, in one all-reduce of two
-        float64.
+        float64. `square` is this rank's part of the squared norm, where it was found before (:meth:`square`).
 
         The norm is not finite where a gradient that some rank has computed isn't, of replicas too: these count zero
         times. Copies that come out of one reduction are looked at once.
         """
         squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        for shard in self.shards:
-            bucket = shard.bucket
-            found = self._squares[bucket] if bucket in self._squares else self._squares_of(shard, bucket.own_gradients)
-            for square in found:
-                squares[0] += square
-        self._squares.clear()
+        squares[0] = self.square() if square is None else square
         squares[1] = loss
         with self._mesh.ledger.phase("norm"):
             all_reduce(squares, self._mesh[WORLD])
         return squares[0].sqrt() / self.loss_scale.scale, squares[1]
+
+    @torch.no_grad()
+    def square(self) -> torch.Tensor:
+        """This rank's part of the squared gradient norm (float64 scalar)."""
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for shard in self.shards:
+            bucket = shard.bucket
+            found = self._squares[bucket] if bucket in self._squares else self._squares_of(shard, bucket.own_gradients)
+            for square in found:
+                total += square
+        self._squares.clear()
+        return total
 
     def _squares_of(self, shard: Shard, gradients: Flat) -> list[torch.Tensor]:
         """What each segment adds to the squared norm, of gradients [own]."""
@@ -193,6 +202,18 @@ class FlatOptimizer:
                 self._update_part(shard, shard.bucket.own_gradients, shard.bucket.own_parameters, scaling)
         self.loss_scale.update(skipped)
         return skipped
+
+    @torch.no_grad()
+    def update_by_itself(self, learning_rate: float) -> None:
+        """One step of this rank alone, with the gradients as they are: no rank waits for a norm of all, so that nothing
+        is clipped, and nothing skipped. The parameters may lie elsewhere than at the last update."""
+        one = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+        self.step_count += 1
+        scaling = _Scaling(learning_rate, one, one == 0, self.step_count.clone())
+        for shard in self.shards:
+            if not shard.has_master:
+                shard.master = shard.bucket.own_parameters
+            self._update_part(shard, shard.bucket.own_gradients, shard.bucket.own_parameters, scaling)
 
     def finish(self) -> None:
         """Of delayed updates: take over the one that is still to be."""
