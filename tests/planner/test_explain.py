@@ -105,3 +105,15 @@ def test_sharded_gradients_beside_a_pipeline_are_called_what_they_cost(llama_70b
     assert often / once == pytest.approx(split.strategy.num_micro_batches, rel=0.02)
     for other in ({"pp": 1, "zero": 3}, {"pp": 4, "tp": 4, "zero": 1}):
         assert "rarely a good idea" not in plan(llama_70b, cluster(16, 8), job, other).plan.why
+
+
+def test_delayed_updates_are_said_and_never_offered_unasked(model, cluster):
+    """They compute something else; who fixes them is told so."""
+    split = {"pp": 2, "dp": 1, "tp": 1}
+    job = Job(seq_length=128, global_batch_size=8)
+    free = plan(model(num_layers=4), cluster(1, 2), job, split)
+    assert not any(f.strategy.pipeline_schedule.is_asynchronous for f in free.ranked)
+    asked = plan(model(num_layers=4), cluster(1, 2), job, {**split, "schedule": "pipedream-2bw"})
+    assert asked.plan.strategy.zero == 0
+    assert "Its updates are delayed (`pipedream-2bw`)" in asked.plan.why
+    assert "delayed" not in free.plan.why

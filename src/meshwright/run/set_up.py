@@ -37,7 +37,8 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
     Raises:
         UnsupportedError: the plan can be made, but not be run.
         InputError: options that contradict each other, or the plan's schedule, a text that is too short, a
-            tokenizer that is too large; nowhere to offload to; a folder that holds another run, or, with `resume`, none.
+            tokenizer that is too large; nowhere to offload to; a folder that holds another run, or, with `resume`,
+            none.
         CheckpointError: nothing to start from in `options.pretrained`.
     """
     check_runnable(plan)
@@ -89,8 +90,8 @@ def _check_asynchronous(plan: Plan, options: TrainOptions) -> None:
     for name in ("steps", "save_every", "eval_every"):
         if (every := getattr(options, name)) < needed:
             raise InputError(
-                f"{name}={every} with schedule={plan.strategy.schedule}: only after {needed} steps without a stop has one "
-                f"had a full pipeline, and can be measured; take {needed} or more"
+                f"{name}={every} with schedule={plan.strategy.schedule}: only after {needed} steps without a stop has "
+                f"one had a full pipeline, and can be measured; take {needed} or more"
             )
 
 
