@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.comm import mesh
 from meshwright.core.axes import DP
 from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError, RuleError, UnsupportedError
@@ -152,6 +153,22 @@ def test_beside_data_and_tensor_parallelism_and_recomputation(ranks) -> None:
         assert_close(assembled([held for _, held, _, _ in found]), expected)
         assert found[0][0] == pytest.approx(losses, rel=1e-10)
         assert [differences for *_, differences in found] == [[]] * 4
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16", "bf16-sr"])
+def test_one_rank_that_updates_after_each_micro_batch_delays_nothing(precision: str) -> None:
+    """PipeDream on one rank is the plain optimizer, also where masters are kept or updates are rounded."""
+    found = []
+    for schedule in ("1f1b", "pipedream"):
+        plan = make_plan(LLAMA, schedule=schedule, num_micro_batches=1, precision=precision)
+        engine = make_engine(plan, OPTIONS["adamw"])
+        for step, ((micro_batch,),) in enumerate(batches(plan)):
+            engine.step([micro_batch], rate(step))
+        engine.finish()
+        found.append(assembled([weights(engine)]))
+        mesh.stop()
+    flushed, ours = found
+    assert [name for name, value in flushed.items() if not torch.equal(ours[name], value)] == []
 
 
 def test_what_is_under_way_must_be_finished_first(tmp_path) -> None:

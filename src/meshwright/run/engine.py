@@ -37,9 +37,11 @@ class StepStats:
     loss: torch.Tensor
     """Mean loss per counted token of the whole global batch."""
     grad_norm: torch.Tensor
-    """Global norm of the gradient before clipping, without the loss scale."""
+    """Global norm of the gradient before clipping, without the loss scale. Under an asynchronous schedule, of what each
+    stage has last updated with by the end of the step; 0 before that."""
     skipped: torch.Tensor
-    """Whether a gradient was not finite, so that no rank changed anything (bool)."""
+    """Whether a gradient was not finite, so that no rank changed anything (bool). Never under an asynchronous schedule,
+    whose stages update before they could know of each other."""
     loss_scale: torch.Tensor
     """What the loss of this step was multiplied by; 1 but for fp16."""
 
@@ -132,6 +134,8 @@ class Engine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
         """One whole training step, exactly as planned, on this dp rank's micro-batches.
+
+        Under an asynchronous schedule it leaves some of them under way, for the next step or :meth:`finish`.
 
         Args:
             micro_batches: the plan's `num_micro_batches`, each (tokens, labels) [micro_batch_size, seq_length]; the
