@@ -74,6 +74,8 @@ def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) ->
             have = counted(done, "step is", "steps are")
             typer.echo(f"{run.path}: nothing left to do: {have} done; to go on, give --steps more than {done}")
         return
+    if resume and is_speaker and not done and run.plan_path.exists():
+        typer.echo(f"{run.path}: no checkpoint in it yet; training starts again with its first step")
     with run.claim() if is_speaker else nullcontext():
         world = enter_ranks(
             sys.argv[1:],
