@@ -162,13 +162,16 @@ def make_plan(size: Size, strategy: Strategy, *, num_nodes: int = 1) -> Plan:
     memory = Link(name="memory", bandwidth_bytes_per_s=1e9, latency_s=1e-4)
     cable = Link(name="cable", bandwidth_bytes_per_s=1.25e7, latency_s=1e-3)
     cluster = ClusterSpec(
-        name="here", num_nodes=num_nodes, devices_per_node=strategy.dp // num_nodes, device=device, intra_link=memory,
-        inter_link=memory if num_nodes == 1 else cable, backend="gloo",
+        name="here", num_nodes=num_nodes, devices_per_node=strategy.world_size // num_nodes, device=device,
+        intra_link=memory, inter_link=memory if num_nodes == 1 else cable, backend="gloo",
     )  # fmt: skip
     return Plan(
         model=size.spec(),
         cluster=cluster,
-        job=Job(seq_length=size.seq_length, global_batch_size=strategy.dp * size.batch_per_rank),
+        job=Job(
+            seq_length=size.seq_length,
+            global_batch_size=strategy.dp * strategy.num_micro_batches * size.batch_per_rank,
+        ),
         strategy=strategy.model_copy(update={"micro_batch_size": size.batch_per_rank}),
     )
 
