@@ -86,7 +86,7 @@ BROKEN = {
         {"dp": 2, "num_micro_batches": 6, "zero": 3, "keep_gathered": True, "offload": {"parameters": "cpu"}},
         {},
         {},
-        "keep_gathered with offload.parameters=cpu",
+        "offload.parameters=cpu and keep_gathered",
     ),
     "offload-path": (
         2,
@@ -156,6 +156,11 @@ def test_nearest_legal_is_legal(rule: str) -> None:
         ({"pp": 2, "schedule": "dualpipe", "layers_per_stage": (1, 1, 1, 1)}, r"\[1, 1, 1, 1\] for pp=2 and 4 layers"),
         ({"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2, "num_micro_batches": 6}, "which has two directions"),
         ({"pp": 2, "schedule": "pipedream-2bw", "num_micro_batches": 1}, "as many micro-batches per step as ranks, 2"),
+        ({"pp": 2, "reduce_each": True, "zero": 1}, "reduce_each with zero=1, which needs zero=2 or more"),
+        ({"pp": 1, "reduce_each": True, "zero": 2}, "reduce_each with pp=1, where every micro-batch reduces in any"),
+        ({"pp": 2, "zero": 2, "offload": {"gradients": "cpu"}}, "offload.gradients beside a pipeline, pp=2, without"),
+        ({"pp": 2, "zero": 3, "offload": {"parameters": "cpu"}}, "offload.parameters=cpu beside a pipeline, pp=2"),
+        ({"pp": 2, "zero": 3, "tile": 2}, "tile=2 with zero=3 beside a pipeline, pp=2, without reduce_each"),
         ({"pp": 2, "schedule": "interleaved-1f1b", "num_micro_batches": 5, "num_chunks": 2}, "5 micro-batches on 2"),
     ],
 )

@@ -16,8 +16,8 @@ from tests.parallel.layouts import gpt2, llama, make_job, make_plan, qwen3
 
 MAX_RANKS = 8
 DEGREES = ("dp", "tp", "pp")
-ZERO_STAGES = ("0", "1", "2", "3", "3 kept")
-"""`kept`: blocks stay gathered until the step ends."""
+ZERO_STAGES = ("0", "1", "2", "3", "3 kept", "2 each", "3 each")
+"""`kept`: blocks stay gathered until the step ends; `each`: beside a pipeline, reduced in each micro-batch."""
 
 MODELS: dict[str, ModelSpec] = {
     "llama": llama(num_layers=3),
@@ -65,6 +65,7 @@ def strategy_of(case: Case) -> Strategy:
     schedule, _, chunks = case["schedule"].partition(" v")
     names = ("dp", "tp", "pp", "num_micro_batches")
     zero = {"zero": int(case["zero"][0]), "keep_gathered": "kept" in case["zero"]}
+    zero["reduce_each"] = "each" in case["zero"]
     return Strategy(schedule=schedule, num_chunks=int(chunks or 1), **zero, **{name: case[name] for name in names})
 
 
@@ -86,9 +87,14 @@ def legal_cases() -> list[Case]:
         if dp * tp * pp > MAX_RANKS or not _is_legal(MODELS[model], dp, tp, pp):
             continue
         degrees = {"model": model, "dp": dp, "tp": tp, "pp": pp}
-        here = ({**degrees, **other} for other in rest if pp > 1 or other["stages"] == "even")
+        here = ({**degrees, **other} for other in rest if pp > 1 or _is_for_one_stage(other))
         cases += [case for case in here if case["schedule"] not in FURTHER_SCHEDULES or _is_legal_order(case, legal)]
     return cases
+
+
+def _is_for_one_stage(case: Case) -> bool:
+    """Whether a choice is there without a pipeline too."""
+    return case["stages"] == "even" and "each" not in case["zero"]
 
 
 def _is_legal_order(case: Case, known: dict[tuple[Any, ...], bool]) -> bool:

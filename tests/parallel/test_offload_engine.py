@@ -96,7 +96,7 @@ def test_other_layouts_are_the_run_without(ranks, tmp_path):
     everything = {"optimizer": "disk", "gradients": "cpu", "parameters": "disk"}
     four = [
         {"dp": 2, "tp": 2, "zero": 3, "offload": moved(tmp_path, **everything)},
-        {"dp": 2, "pp": 2, "zero": 3, "offload": moved(tmp_path, **everything)},
+        {"dp": 2, "pp": 2, "zero": 3, "reduce_each": True, "offload": moved(tmp_path, **everything)},
         {"dp": 2, "tp": 2, "zero": 2, "offload": moved(gradients="cpu")},
         {"dp": 1, "tp": 2, "pp": 2, "zero": 0, "offload": moved(optimizer="cpu")},
         {"dp": 2, "pp": 2, "zero": 1, "offload": moved(tmp_path, optimizer="disk"), "num_micro_batches": 4},

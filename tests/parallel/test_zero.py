@@ -50,6 +50,9 @@ def _layouts() -> dict[str, list[Plan]]:
         "accumulation": [make_plan(LLAMA, dp=2, num_micro_batches=3, recompute="full", **stage) for stage in stages],
         "tensor": [make_plan(TIED, dp=2, tp=2, num_micro_batches=2, **stage) for stage in stages],
         "pipeline": [make_plan(TIED, dp=2, pp=2, num_micro_batches=3, **stage) for stage in stages],
+        "pipeline, in each micro-batch": [
+            make_plan(TIED, dp=2, pp=2, num_micro_batches=3, reduce_each=True, **stage) for stage in stages
+        ],
     }
 
 
@@ -70,7 +73,10 @@ def test_tiles_equal_one_process(ranks, model, recompute):
 
 
 def test_tiles_of_tensor_and_pipeline_ranks(ranks):
-    plans = [make_plan(LLAMA, dp=2, tp=2, zero=3, tile=3), make_plan(LLAMA, dp=2, pp=2, zero=3, tile=2)]
+    plans = [
+        make_plan(LLAMA, dp=2, tp=2, zero=3, tile=3),
+        make_plan(LLAMA, dp=2, pp=2, zero=3, reduce_each=True, tile=2),
+    ]
     found = ranks(mismatches, 4, [plan.to_toml() for plan in plans], timeout_s=120)
     assert {text for by_rank in found for text in by_rank} == {"None"}
 
@@ -278,3 +284,21 @@ def _one_process(spec: ModelSpec, frozen: list[str]) -> dict[str, torch.Tensor]:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=0.1)
     return {name: parameter.detach() for name, parameter in plain.named_parameters()}
+
+
+def calls_of_a_step(rank: int, world: int, text: str) -> dict[str, int]:
+    """Phase → collectives over dp, the first stage's."""
+    engine = make_engine(Plan.from_toml(text))
+    train(engine, dataset(engine.plan), range(1))
+    rows = engine.last_traffic.rows
+    return {phase: rows["reduce_scatter" if phase == "gradients" else "all_gather", "dp", phase].calls
+            for phase in ("gradients", "gather")}  # fmt: skip
+
+
+def test_beside_a_pipeline_a_step_communicates_once(ranks):
+    """Or in each of 3 micro-batches, and then gathers for forward and for backward."""
+    plans = [make_plan(LLAMA, dp=2, pp=2, num_micro_batches=3, zero=3, reduce_each=each) for each in (False, True)]
+    once, each = (ranks(calls_of_a_step, 4, plan.to_toml())[0] for plan in plans)
+    num_blocks = once["gradients"]
+    assert once == {"gradients": num_blocks, "gather": num_blocks}
+    assert each == {"gradients": 3 * num_blocks, "gather": 2 * 3 * num_blocks}

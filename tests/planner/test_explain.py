@@ -94,16 +94,16 @@ def test_one_device_has_nothing_to_compare_but_recomputation(model, cluster, job
 
 def test_sharded_gradients_beside_a_pipeline_are_called_what_they_cost(llama_70b, cluster):
     """One reduction in each micro-batch instead of one in a step."""
-    job, fixed = Job(seq_length=4096, global_batch_size=256), {"tp": 4, "pp": 4, "zero": 3}
+    job, fixed = Job(seq_length=4096, global_batch_size=256), {"tp": 4, "pp": 4, "zero": 3, "reduce_each": True}
     split = plan(llama_70b, cluster(16, 8), job, fixed).plan
     found = re.search(
-        r"zero=3 is rarely a good idea: .*? each of the (\d+) micro-batches, ([\d.]+ .B) .* zero=1 sends ([\d.]+ .B)\.",
+        r"reduce_each is rarely .*? each of the (\d+) micro-batches, ([\d.]+ .B) .* zero=1 sends ([\d.]+ .B)\.",
         split.why,
     )
     assert int(found.group(1)) == split.strategy.num_micro_batches > 1
     often, once = (float(text.split()[0]) * {"G": 1, "T": 1000}[text.split()[1][0]] for text in found.groups()[1:])
     assert often / once == pytest.approx(split.strategy.num_micro_batches, rel=0.02)
-    for other in ({"pp": 1, "zero": 3}, {"pp": 4, "tp": 4, "zero": 1}):
+    for other in ({"pp": 1, "zero": 3}, {"pp": 4, "tp": 4, "zero": 3}):
         assert "rarely a good idea" not in plan(llama_70b, cluster(16, 8), job, other).plan.why
 
 

@@ -215,12 +215,12 @@ def parameter_pool(buckets: Sequence[Bucket], strategy: Strategy) -> Pool | None
     """Where blocks are gathered; None where parameters are kept whole."""
     if strategy.zero < 3:
         return None
-    return own_pool(buckets) if strategy.keep_gathered else make_pool(buckets, 1 + strategy.prefetch)
+    return own_pool(buckets) if strategy.keeps_gathered else make_pool(buckets, 1 + strategy.prefetch)
 
 
 def gradient_pool(buckets: Sequence[Bucket], strategy: Strategy) -> Pool | None:
     """Where blocks' gradients are summed up until they are reduced; None where gradients are kept whole."""
-    return make_pool(buckets, NUM_GRADIENT_BUFFERS) if strategy.zero >= 2 else None
+    return make_pool(buckets, NUM_GRADIENT_BUFFERS) if strategy.reduces_each else None
 
 
 def _block_sizes(buckets: Sequence[Bucket]) -> dict[str, int]:

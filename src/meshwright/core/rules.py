@@ -143,10 +143,15 @@ def _zero_choices(c: Case) -> str | None:
         ("offload.gradients", s.offload.gradients != "none", 2),
         ("offload.parameters", s.offload.parameters != "none", 3),
         ("keep_gathered", s.keep_gathered, 3),
+        ("reduce_each", s.reduce_each, 2),
         (f"prefetch={s.prefetch}", s.prefetch != 1, 3),
     ):
         if is_set and s.zero < needed:
             return f"{name} with zero={s.zero}, which needs zero={needed}{' or more' if needed < 3 else ''}"
+    if s.offload.gradients != "none" and not s.reduces_each:
+        return f"offload.gradients beside a pipeline, pp={s.pp}, without reduce_each, so that they are kept whole"
+    if s.reduce_each and s.pp == 1:
+        return "reduce_each with pp=1, where every micro-batch reduces in any case"
     return None
 
 
@@ -161,9 +166,15 @@ def _split_zero(c: Case) -> str | None:
 
 def _tile_zero(c: Case) -> str | None:
     s = c.strategy
-    if s.tile == 1 or (s.zero == 3 and not s.keep_gathered):
+    if s.tile == 1 or (s.zero == 3 and not s.keeps_gathered):
         return None
-    return f"tile={s.tile} with zero={s.zero}{' and keep_gathered' if s.keep_gathered else ''}"
+    return f"tile={s.tile} with zero={s.zero}{_why_kept(s)}"
+
+
+def _why_kept(s: Strategy) -> str:
+    if not s.keeps_gathered:
+        return ""
+    return " and keep_gathered" if s.keep_gathered else f" beside a pipeline, pp={s.pp}, without reduce_each"
 
 
 def _tile_rows(c: Case) -> str | None:
@@ -177,7 +188,9 @@ def _tile_rows(c: Case) -> str | None:
 
 def _kept_offload(c: Case) -> str | None:
     tier = c.strategy.offload.parameters
-    return f"keep_gathered with offload.parameters={tier}" if c.strategy.keep_gathered and tier != "none" else None
+    if tier == "none" or not c.strategy.keeps_gathered:
+        return None
+    return f"offload.parameters={tier}{_why_kept(c.strategy)}"
 
 
 def _offload_path(c: Case) -> str | None:
@@ -261,8 +274,8 @@ RULES = (
     ),
     Rule(
         "zero-choice",
-        "shard_over=node needs zero=1 or more, offloaded gradients zero=2 or more, keep_gathered, prefetch and "
-        "offloaded parameters zero=3",
+        "shard_over=node needs zero=1 or more, offloaded gradients and reduce_each zero=2 or more, keep_gathered, "
+        "prefetch and offloaded parameters zero=3; beside a pipeline offloaded gradients need reduce_each",
         "only what is divided over dp can be divided otherwise, gathered ahead, kept or moved away",
         _zero_choices,
     ),
@@ -274,7 +287,7 @@ RULES = (
     ),
     Rule(
         "tile-zero",
-        "tile > 1 needs zero=3 without keep_gathered",
+        "tile > 1 needs zero=3 without keep_gathered, and reduce_each beside a pipeline",
         "only there a weight is not whole on the rank, and can be gathered tile by tile",
         _tile_zero,
     ),
@@ -338,7 +351,14 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
 
     whole = strategy.model_copy(update={"num_chunks": 1})
     plain = whole.model_copy(
-        update={"shard_over": "all", "keep_gathered": False, "prefetch": 1, "tile": 1, "offload": Offload()}
+        update={
+            "shard_over": "all",
+            "keep_gathered": False,
+            "reduce_each": False,
+            "prefetch": 1,
+            "tile": 1,
+            "offload": Offload(),
+        }
     )
     usual = plain.model_copy(update={"schedule": Strategy().schedule})
 

@@ -70,6 +70,9 @@ class Strategy(Value):
     """`node` divides over the dp ranks of one node, and keeps a copy on every node (hybrid sharding)."""
     keep_gathered: bool = False
     """With zero=3: keep a gathered block until the step ends, instead of gathering it again for backward."""
+    reduce_each: bool = False
+    """With zero=2 or 3 beside a pipeline: reduce gradients, and gather parameters, in each micro-batch: correct, lean
+    and slow. Otherwise a pipeline's step keeps whole gradients and gathered parameters, and does both once."""
     prefetch: int = Field(default=1, ge=0)
     """With zero=3: blocks that are gathered ahead of the one that runs."""
     ranks_per_node: int | None = Field(default=None, gt=0)
@@ -167,6 +170,16 @@ class Strategy(Value):
         return _num_updates(schedule, self.pipeline) if schedule.is_asynchronous else 1
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced in each micro-batch, so that only shards of them add up."""
+        return self.zero >= 2 and (self.pp == 1 or self.reduce_each)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether a block stays gathered from its first use in a step to its last."""
+        return self.zero == 3 and (self.keep_gathered or not self.reduces_each)
+
+    @property
     def num_parts(self) -> int:
         """Parts that the model is cut into; each is one stage, or one in each direction."""
         return max(1, self.pp * self.stages_per_rank // self.pipeline_schedule.num_directions)
@@ -225,6 +238,7 @@ class Strategy(Value):
         words = (
             ("node", self.shard_over == "node"),
             ("kept", self.keep_gathered),
+            ("each", self.reduce_each),
             (f"tile{self.tile}", self.tile > 1),
             ("offload", self.offload.is_used),
         )

@@ -175,7 +175,7 @@ def stage_costs(
         backward=(*backward, *fetches[1], *sums),
         reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
-        num_reducing=m * per_rank if strategy.zero >= 2 else strategy.num_updates,
+        num_reducing=m * per_rank if strategy.reduces_each else strategy.num_updates,
         after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
         optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s),),
         weight_gradients_s=flops.weight_gradients / speed,
@@ -203,7 +203,7 @@ def _compute_terms(
 
 def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
     """Seconds of gathering a stage's blocks, per forward and per backward of one micro-batch."""
-    if strategy.keep_gathered:
+    if strategy.keeps_gathered:
         return gather_s / strategy.micro_batches_per_stage, 0.0
     each_s = gather_s / (2 * strategy.micro_batches_per_stage)
     return each_s, each_s

@@ -55,7 +55,9 @@ def memory(
     moved, offload = offload_forecast(strategy, job.optimizer, buckets, at[DP]), strategy.offload
     return MemoryBreakdown(
         parameters_bytes=held(3) * recipe.parameter_bytes * (offload.parameters == "none") * num_versions,
-        gradients_bytes=held(2) * recipe.gradient_bytes * (offload.gradients == "none"),
+        gradients_bytes=(shard if strategy.reduces_each else whole)
+        * recipe.gradient_bytes
+        * (offload.gradients == "none"),
         optimizer_bytes=held(1) * state_bytes * (offload.optimizer == "none"),
         activations_bytes=activations_bytes(model, job, strategy, at[PP]),
         buffers_bytes=tables_bytes(model, job, strategy),

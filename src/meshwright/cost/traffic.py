@@ -107,7 +107,7 @@ def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequenc
 
 def _gradients(total: Traffic, model: ModelSpec, strategy: Strategy, bucket: Bucket) -> None:
     way, sizes = sharding(strategy), group_sizes(model, strategy)
-    is_each = strategy.zero >= 2
+    is_each = strategy.reduces_each
     remaining = bucket.numel * strategy.recipe.sent_gradient_bytes
     if not is_each:
         _sum_over(total, sizes, bucket, remaining)
@@ -142,7 +142,7 @@ def num_gathers(strategy: Strategy, bucket: Bucket) -> int:
     Once per step if kept; else for forward and for backward of each micro-batch. Recomputation finds the layer's block
     gathered, its tiles not.
     """
-    if strategy.keep_gathered:
+    if strategy.keeps_gathered:
         return 1
     first = bucket.slots[0].placement
     is_repeated = strategy.recompute == "full" and first.tile is not None and first.layer is not None

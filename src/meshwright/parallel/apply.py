@@ -229,7 +229,7 @@ class ParallelModel:
         total[0], total[1] = counted, len(micro_batches)
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[DP])
-        if self.strategy.zero >= 2 and not total.is_cuda:  # there the host would wait; a rank that is late is named
+        if self.strategy.reduces_each and not total.is_cuda:  # there the host would wait; a rank that is late is named
             self._check_micro_batches(len(micro_batches), int(total[1]))
         return total[0]
 

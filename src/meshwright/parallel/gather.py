@@ -59,7 +59,7 @@ class Gatherer:
         strategy: Strategy,
     ) -> None:
         self._mesh, self._levels = mesh, states.way.scatter
-        self._keeps, self._prefetch = strategy.keep_gathered, strategy.prefetch
+        self._keeps, self._prefetch = strategy.keeps_gathered, strategy.prefetch
         modules = {} if states.keeps_whole_parameters else _modules(model, states)
         self.blocks = _blocks(states, modules)
         self._reading: dict[int, Sequence[Handle]] = {}

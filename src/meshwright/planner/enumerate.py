@@ -177,7 +177,7 @@ def _choices(
         "order": tuple(_orders(first, model.num_layers, fix)),
         "zero": _offered_stages(first, fix),
         "recompute": ("none", "full"),
-        "keep_gathered": (False, True) if fix.get("zero") == 3 else (False,),
+        "keep_gathered": (False, True) if fix.get("zero") == 3 and first.pp == 1 else (False,),
         "shard_over": ("all", "node") if 1 < _ranks_on_node(first, cluster) < first.dp else ("all",),
     }
     options |= {name: (fix[name],) for name in options if name in fix}
@@ -201,13 +201,17 @@ def _micro_batch_sizes(per_rank: int) -> list[int]:
 
 
 def _offered_stages(first: Strategy, fix: Mapping[str, Any]) -> tuple[int, ...]:
-    """ZeRO stages. Beside a pipeline 2 and 3 communicate once per micro-batch, and are offered only if asked for."""
+    """ZeRO stages. Beside a pipeline 2 and 3 hold no less than 1, or communicate more often: only if asked for."""
     least = _least_stage(fix)
     if first.dp == 1:
         return (least,)
     if least:
         return tuple(stage for stage in STAGES if stage >= least)
-    return (0, 1) if first.pp > 1 and not any(name in fix for name in ("shard_over", "keep_gathered")) else STAGES
+    return (
+        (0, 1)
+        if first.pp > 1 and not any(name in fix for name in ("shard_over", "keep_gathered", "reduce_each"))
+        else STAGES
+    )
 
 
 def _least_stage(fix: Mapping[str, Any]) -> int:

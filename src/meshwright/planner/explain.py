@@ -138,12 +138,12 @@ def _zero_beside_pipeline(strategy: Strategy, model: ModelSpec, job: Job) -> str
 
     Source: DeepSpeed's pipeline tutorial, which allows ZeRO-1 alone beside a pipeline; Rajbhandari et al. 2020, §7.
     """
-    if strategy.pp == 1 or strategy.zero < 2 or strategy.dp == 1 or strategy.num_micro_batches == 1:
+    if not strategy.reduce_each or strategy.dp == 1 or strategy.num_micro_batches == 1:
         return ""
-    once = strategy.model_copy(update={"zero": 1, "keep_gathered": False, "prefetch": 1})
+    once = strategy.model_copy(update={"zero": 1, "keep_gathered": False, "reduce_each": False, "prefetch": 1})
     often, sent_once = (format_bytes(_gradient_bytes(model, job, split)) for split in (strategy, once))
     return (
-        f"Beside a pipeline zero={strategy.zero} is rarely a good idea: it reduces gradients after each of the "
+        f"Beside a pipeline reduce_each is rarely a good idea: it reduces gradients after each of the "
         f"{strategy.num_micro_batches} micro-batches, {often} per rank and step, where zero=1 sends {sent_once}."
     )
 

@@ -141,8 +141,8 @@ def _held_key(strategy: Strategy, rank: int) -> Key:
 def _once_key(strategy: Strategy, rank: int) -> Key:
     """All that decides what it sends over dp: once per step, or with ZeRO-2 and 3 per micro-batch."""
     s = strategy
-    times = s.num_micro_batches if s.zero >= 2 else 1
-    return *_held_key(s, rank), s.zero, s.shard_over, s.ranks_per_node, s.keep_gathered, times
+    times = s.num_micro_batches if s.reduces_each else 1
+    return *_held_key(s, rank), s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, times
 
 
 class Pricer:
