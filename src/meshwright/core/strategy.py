@@ -4,6 +4,7 @@ around a strategy that breaks one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -187,7 +188,9 @@ class Strategy(Value):
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """Pipeline rank of each stage."""
-        return self.pipeline_schedule.stage_ranks(self.pipeline)
+        schedule = self.pipeline_schedule
+        chunks = schedule.chunks or self.num_chunks
+        return _stage_ranks(schedule.stage_ranks, PipelineSize(self.pp, self.num_micro_batches, chunks))
 
     @property
     def end_ranks(self) -> tuple[int, int]:
@@ -256,6 +259,12 @@ def _splits_backward(schedule: Schedule, size: PipelineSize) -> bool:
 @lru_cache(maxsize=256)
 def _num_updates(schedule: Schedule, size: PipelineSize) -> int:
     return sum(action.kind is Kind.UPDATE for action in schedule.order(size)[0])
+
+
+@lru_cache(maxsize=4096)
+def _stage_ranks(place: Callable[[PipelineSize], tuple[int, ...]], size: PipelineSize) -> tuple[int, ...]:
+    """A planner asks for the same ones thousands of times."""
+    return place(size)
 
 
 def inner_stages_first(num_stages: int) -> tuple[int, ...]:

@@ -99,14 +99,15 @@ def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, st
 def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequence[Bucket]) -> None:
     """Gradients once per update whatever the accumulation, unless only shards of them are kept (ZeRO-2 and 3): then
     each micro-batch's are scattered. Parameters once per step, or each time a block needs them (ZeRO-3)."""
+    sizes, num_updates = group_sizes(model, strategy), strategy.num_updates
     for bucket in buckets:
-        for _ in range(strategy.num_updates):
-            _gradients(total, model, strategy, bucket)
+        for _ in range(num_updates):
+            _gradients(total, sizes, strategy, bucket)
         _parameters(total, strategy, bucket)
 
 
-def _gradients(total: Traffic, model: ModelSpec, strategy: Strategy, bucket: Bucket) -> None:
-    way, sizes = sharding(strategy), group_sizes(model, strategy)
+def _gradients(total: Traffic, sizes: Mapping[str, int], strategy: Strategy, bucket: Bucket) -> None:
+    way = sharding(strategy)
     is_each = strategy.reduces_each
     remaining = bucket.numel * strategy.recipe.sent_gradient_bytes
     if not is_each:
