@@ -25,6 +25,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 TORCH := torch==2.13.*
 TORCH_INDEX ?=
+# Compiled modules are kept, or each of the many processes that are started would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 SOURCES := src tests $(wildcard benchmarks examples) conftest.py
 ARGS ?=

@@ -1,4 +1,8 @@
-"""Golden text: what a test compares whole, kept in a file beside it. `pytest --regenerate` writes it anew."""
+"""Options of the whole suite.
+
+`--regenerate`  golden text, which a test compares whole and which is kept in a file beside it, is written anew
+`--timed`       what a quiet machine takes is held against forecasts too
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +12,12 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="write golden files instead of comparing with them")
+    parser.addoption("--timed", action="store_true", help="also run what needs a machine that does nothing else")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--timed"):
+        items[:] = [item for item in items if item.get_closest_marker("timed") is None]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The clock against real ranks: the runtime's rows, with real messages, where every action takes what it is said to.
 
-Ranks sleep until an action's time is over, so that they may share cores, and bubbles are seen all the same.
+Ranks sleep until an action's time is over, so that they may share cores, and bubbles are seen all the same. That a step
+takes no longer than the clock says is a matter of what else the machine does, and is asked for with `--timed`.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def emulated_plan(name: str, num_ranks: int) -> Plan:
     )
 
 
-def clock_s(schedule: str, num_ranks: int) -> float:
+def clock_s(schedule: str, num_ranks: int, told: Emulated = TOLD) -> float:
     """What the clock says that a step takes."""
-    return simulate(build_program(emulated_plan(schedule, num_ranks).strategy), TOLD).makespan_s
+    return simulate(build_program(emulated_plan(schedule, num_ranks).strategy), told).makespan_s
 
 
 def lasting(engine: Engine, costs: Emulated) -> None:
@@ -102,14 +103,14 @@ def spans(rank: int, world: int, names: Sequence[str], costs: Emulated) -> Makes
 
 
 def ratios(
-    ranks: Callable[..., list[Any]], world: int, names: Sequence[str], costs: Emulated = TOLD
+    ranks: Callable[..., list[Any]], world: int, names: Sequence[str], costs: Emulated = TOLD, told: Emulated = TOLD
 ) -> dict[str, float]:
-    """Schedule → makespan of ranks whose actions cost `costs` / that of the clock, which is `TOLD`."""
+    """Schedule → makespan of ranks whose actions cost `costs` / that of the clock, which is told `told`."""
     by_rank: list[Makespans] = ranks(spans, world, names, costs, timeout_s=100)
     found = {}
     for name in names:
         began, ended = zip(*(spans[name] for spans in by_rank), strict=True)
-        found[name] = (max(ended) - min(began)) / clock_s(name, world)
+        found[name] = (max(ended) - min(began)) / clock_s(name, world, told)
     return found
 
 
@@ -118,24 +119,24 @@ def off(found: dict[str, float]) -> dict[str, float]:
     return {name: ratio for name, ratio in found.items() if abs(ratio - 1) > TOLERANCE}
 
 
-@pytest.mark.parametrize(
-    ("world", "names"),
-    [
-        pytest.param(4, QUICK, id="4"),
-        pytest.param(4, [name for name in SYNCHRONOUS if name not in QUICK], id="4-others", marks=pytest.mark.slow),
-        # dualpipe took 1.10 of the clock's time here, beside other work; the cause is open (docs/performance.md)
-        pytest.param(8, ["1f1b", "zb-h1", "zb-v"], id="8", marks=pytest.mark.slow),
-    ],
-)
+def test_no_step_is_faster_than_its_actions(ranks: Callable[..., list[Any]]) -> None:
+    """The runtime does what the clock times: an order that left something out, or did it elsewhere, would be faster."""
+    short = Emulated(forward_s=0.01)
+    assert min(ratios(ranks, 4, QUICK, short, short).values()) > 0.999
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("names", [SYNCHRONOUS[:4], SYNCHRONOUS[4:7], SYNCHRONOUS[7:]], ids=" ".join)
+@pytest.mark.parametrize("world", [4, 8])
 def test_a_step_takes_what_the_clock_says(ranks: Callable[..., list[Any]], world: int, names: list[str]) -> None:
     found = ratios(ranks, world, names)
     if late := off(found):  # another process may have taken a core; once more
         again = ratios(ranks, world, list(late))
         found |= {name: min(late[name], again[name]) for name in again}
     assert not off(found)
-    assert min(found.values()) > 0.999, "no step is faster than its actions"
 
 
+@pytest.mark.timed
 def test_ranks_that_take_longer_than_the_clock_was_told_are_seen(ranks: Callable[..., list[Any]]) -> None:
     assert off(ratios(ranks, 4, ("zb-h1",), Emulated(forward_s=1.08 * TOLD.forward_s)))
 

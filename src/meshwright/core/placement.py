@@ -111,14 +111,14 @@ def _is_used(spec: ModelSpec, param: ParamSpec, layers: range, ends: tuple[bool,
     return first if param.part == "embedding" or param.name.startswith("embedding_norm") else last
 
 
-def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy) -> tuple[str, ...]:
+def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy, is_mirrored: bool) -> tuple[str, ...]:
     axes = []
     if strategy.tp > 1:
         if "head_dim" in param.dims:
             axes.append(TP)  # q/k norms see only the local heads
         if "kv_heads" in param.dims and kv_replicas(spec, strategy.tp) > 1:
             axes.append(TP_KV)
-    if strategy.pipeline_schedule.num_directions > 1:
+    if is_mirrored:
         axes.append(PP_MIRROR)
     elif _is_tied(spec, param) and strategy.end_ranks[0] != strategy.end_ranks[1]:
         axes.append(PP_ENDS)
@@ -129,8 +129,8 @@ def _is_tied(spec: ModelSpec, param: ParamSpec) -> bool:
     return spec.tied_embeddings and param.name == "embedding.weight"
 
 
-def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int]) -> bool:
-    if strategy.pipeline_schedule.num_directions > 1:
+def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int], is_mirrored: bool) -> bool:
+    if is_mirrored:
         if at[PP] >= strategy.pp / 2:
             return False
     elif _is_tied(spec, param) and at[PP] != strategy.end_ranks[0]:
@@ -147,6 +147,7 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
     """
     layers = strategy.stage_layers(spec.num_layers)
     own = strategy.rank_stages(at[PP])
+    is_mirrored = strategy.pipeline_schedule.num_directions > 1
     ends = {stage: strategy.stage_ends(stage) for stage in own}
     used = (
         (param, tuple(stage for stage in own if _is_used(spec, param, layers[stage], ends[stage])))
@@ -159,8 +160,8 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
             box=box,
             part=param.part,
             layer=param.layer,
-            sum_over=_partial_axes(spec, param, strategy),
-            owned=_is_owned(spec, param, strategy, at),
+            sum_over=_partial_axes(spec, param, strategy, is_mirrored),
+            owned=_is_owned(spec, param, strategy, at, is_mirrored),
             tile=tile,
             stages=stages,
         )

@@ -183,7 +183,8 @@ class Strategy(Value):
     @property
     def num_parts(self) -> int:
         """Parts that the model is cut into; each is one stage, or one in each direction."""
-        return max(1, self.pp * self.stages_per_rank // self.pipeline_schedule.num_directions)
+        schedule = self.pipeline_schedule
+        return max(1, self.pp * (schedule.chunks or self.num_chunks) // schedule.num_directions)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -195,7 +196,8 @@ class Strategy(Value):
     @property
     def end_ranks(self) -> tuple[int, int]:
         """Pipeline ranks of the first and of the last stage; one rank where stages go down and up again."""
-        return self.stage_ranks[0], self.stage_ranks[self.num_parts - 1]
+        ranks = self.stage_ranks
+        return ranks[0], ranks[self.num_parts - 1]
 
     def rank_stages(self, rank: int) -> tuple[int, ...]:
         """Stages of a pipeline rank, ascending."""
@@ -204,15 +206,12 @@ class Strategy(Value):
     @property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """Stages of each pipeline rank, ascending."""
-        found: list[list[int]] = [[] for _ in range(self.pp)]
-        for stage, rank in enumerate(self.stage_ranks):
-            found[rank].append(stage)
-        return tuple(map(tuple, found))
+        return _by_rank(self.stage_ranks, self.pp)
 
     def stage_ends(self, stage: int) -> tuple[bool, bool]:
         """Whether a stage is the first, and whether it is the last that a micro-batch passes."""
-        part = stage % self.num_parts
-        return part == 0, part == self.num_parts - 1
+        num_parts = self.num_parts
+        return stage % num_parts == 0, stage % num_parts == num_parts - 1
 
     @property
     def micro_batches_per_stage(self) -> int:
@@ -222,9 +221,7 @@ class Strategy(Value):
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
         """Global layer indices of each stage, in order. A second direction has the same parts again."""
         counts = self.layers_per_stage or split_layers(num_layers, self.num_parts)
-        ends = accumulate(counts)
-        parts = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
-        return parts * self.pipeline_schedule.num_directions
+        return _ranges(counts) * self.pipeline_schedule.num_directions
 
     def describe(self) -> str:
         """Short name, for tables: `D2 T2 P2 zero1 1f1b m8×b1`; several stages per rank as `interleaved-1f1b v2`."""
@@ -262,6 +259,20 @@ def _num_updates(schedule: Schedule, size: PipelineSize) -> int:
 
 
 @lru_cache(maxsize=4096)
+def _ranges(counts: tuple[int, ...]) -> tuple[range, ...]:
+    """What follows one another, so many at a time."""
+    return tuple(range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _by_rank(stage_ranks: tuple[int, ...], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(num_ranks)]
+    for stage, rank in enumerate(stage_ranks):
+        found[rank].append(stage)
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=4096)
 def _stage_ranks(place: Callable[[PipelineSize], tuple[int, ...]], size: PipelineSize) -> tuple[int, ...]:
     """A planner asks for the same ones thousands of times."""
     return place(size)
@@ -272,6 +283,7 @@ def inner_stages_first(num_stages: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*range(1, num_stages - 1), 0, num_stages - 1)))
 
 
+@lru_cache(maxsize=4096)
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Even split; extra layers go to inner stages first."""
     base, extra = divmod(num_layers, num_stages)
