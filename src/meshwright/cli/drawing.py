@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from meshwright.schedule.timeline import Timeline
 
 MAX_TIMETABLE_RANKS = 16
-LETTERS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 def legend(program: Program) -> str:
     """What the letters of a timetable mean: `F forward, B backward`."""
+    from meshwright.core.program import COMPUTE_KINDS
+    from meshwright.schedule.draw import NAMES
+
     kinds = {action.kind for row in program.rows for action in row}
-    return ", ".join(f"{letter} {name}" for letter, name in LETTERS.items() if letter in kinds)
+    return ", ".join(f"{kind} {NAMES[kind]}" for kind in COMPUTE_KINDS if kind in kinds)
 
 
 def timetable(drawn: Program | Timeline, width: int, tick_s: float | None = None) -> str:

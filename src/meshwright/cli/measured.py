@@ -19,8 +19,7 @@ MEASURED, FORECAST = "measured", "forecast"
 
 
 def print_run(run: RunFolder, paths: Mapping[str, Path | None]) -> None:
-    """Draw both, each as wide as the terminal. The picture is of what was measured, the trace holds
-    both.
+    """Draw both, each as wide as the terminal; pictures are of what was measured, the trace holds both.
 
     Raises InputError where it is no run, or one that left no traces.
     """
@@ -48,7 +47,7 @@ def print_run(run: RunFolder, paths: Mapping[str, Path | None]) -> None:
     console.print(_table(drawn))
     console.print(
         f"the clock, with the times that the actions took: {format_time(recosted.makespan_s)}, bubble "
-        f"{recosted.bubble_fraction:.1%}; what was measured beyond it is transfers, waiting and the steps in between",
+        f"{recosted.bubble_fraction:.1%}; what was measured beyond it is transfers, waiting and the interpreter",
         highlight=False,
     )
     files = (
