@@ -1,0 +1,1 @@
+"""The planner beside measurements that others published: read, express, replay, score."""

@@ -1,0 +1,208 @@
+"""From a published row to what the planner is asked: model, cluster, job, and the strategies that the row may mean.
+
+What a source leaves open (micro-batch size, stages per rank, recompute) is not guessed: every legal value is a
+candidate, and the planner's own choice among them is what is judged, as the authors too had tuned it. What the library
+cannot express is said, and counted, never approximated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.rules import divisors, violations
+from meshwright.core.sources import load_cluster
+from meshwright.core.strategy import Strategy
+from meshwright.planner.scoreboard.published import PublishedRow
+
+DEVICES = (
+    ("a100-sxm4-40gb", "a100-40gb"),
+    ("a100-40gb", "a100-40gb"),
+    ("a100", "a100-80gb"),
+    ("h100-sxm5-80gb", "h100"),
+    ("h200", "h200"),
+    ("b200-180gb", "b200"),
+    ("v100-sxm2-16gb", "v100-16gb"),
+    ("v100-32gb", "v100-32gb"),
+)
+"""What a row calls its device, in lower case → its name in the catalogue; the first that the row's begins with."""
+
+MAX_OPEN_MICRO_BATCH = 8
+"""Largest micro-batch that is tried where the source states none."""
+MAX_OPEN_CHUNKS = 8
+"""Most stages per rank that are tried likewise."""
+PADDED_TO = 128
+"""Rows of the vocabulary per tensor-parallel rank are padded to a multiple of this (Shoeybi et al. 2019, §5)."""
+
+_LINK_SPEED = re.compile(r"(?:(?P<times>\d+)\s*x\s)?(?:[^\d(;,]*?\s)??(?P<gbit>\d+(?:\.\d+)?)\s*[gG]b(?:it)?/s")
+_PER_DEVICE = re.compile(r"per (?:GPU|device)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Expressed:
+    """What the planner is asked for one row."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+    candidates: tuple[Strategy, ...]
+    """Legal, one or more: several where the source leaves a choice open."""
+
+
+def express(row: PublishedRow) -> Expressed:
+    """Raises UnsupportedError with the reason in a few words, or InputError for a value that cannot be."""
+    if row.layout_check != "ok":
+        raise UnsupportedError("degrees do not multiply out")
+    model, cluster, job = _model(row), _cluster(row), _job(row)
+    open_choices = tuple(_candidates(row, model))
+    broken = [violations(s, model, cluster, job) for s in open_choices]
+    legal = tuple(s for s, rules in zip(open_choices, broken, strict=True) if not rules)
+    if not legal:
+        raise UnsupportedError(f"rule {broken[0][0].rule.id}" if broken else "no strategy")
+    return Expressed(model, cluster, job, legal)
+
+
+def _whole(row: PublishedRow, part: str, name: str, default: int | None = None) -> int:
+    found = getattr(row, part).get(name, default)
+    found = default if found is None else found
+    if not isinstance(found, int) or found < 1:
+        raise UnsupportedError(f"{name} not stated")
+    return found
+
+
+def _model(row: PublishedRow) -> ModelSpec:
+    """The decoder of the row. A head is hidden size over heads, rounded down, as the sources' own code has it."""
+    m = row.model
+    if m.get("experts"):
+        raise UnsupportedError("mixture of experts")
+    if m.get("gated_mlp") is None:
+        raise UnsupportedError("model shape not stated")
+    if "fp8" in str(m.get("dtype")).lower() or "fp4" in str(m.get("dtype")).lower():
+        raise UnsupportedError("8-bit or 4-bit products")
+    hidden, heads, tp = _whole(row, "model", "hidden"), _whole(row, "model", "heads"), _whole(row, "strategy", "tp", 1)
+    if hidden < heads:
+        raise UnsupportedError(f"{heads} heads of a hidden size of {hidden}")
+    gated, positions = bool(m["gated_mlp"]), str(m.get("pos"))
+    multiple = PADDED_TO * tp
+    return ModelSpec(
+        name=str(m.get("name", "published")),
+        family="llama" if gated else "gpt2",
+        vocab_size=-(-_whole(row, "model", "vocab") // multiple) * multiple,
+        hidden_size=hidden,
+        num_layers=_whole(row, "model", "layers"),
+        num_heads=heads,
+        num_kv_heads=_whole(row, "model", "kv_heads", heads),
+        head_dim=hidden // heads,
+        ffn_size=_whole(row, "model", "ffn_hidden", 4 * hidden),
+        max_positions=_whole(row, "model", "seq_len"),
+        norm="rmsnorm" if gated else "layernorm",
+        positions="rope" if positions == "rope" and hidden // heads % 2 == 0 else "learned",
+        activation="silu" if gated else "gelu",
+        gated_mlp=gated,
+        qkv_bias=not gated,
+        out_bias=not gated,
+        mlp_bias=not gated,
+        tied_embeddings=bool(m.get("tied_embeddings")),
+    )
+
+
+def _cluster(row: PublishedRow) -> ClusterSpec:
+    name = str(row.hardware.get("gpu") or "").lower()
+    device = next((known for printed, known in DEVICES if name.startswith(printed)), None)
+    if device is None:
+        raise UnsupportedError(f"device {row.hardware.get('gpu') or 'not stated'}")
+    num_devices = _whole(row, "hardware", "gpus")
+    per_node = min(num_devices, _whole(row, "hardware", "gpus_per_node", 8))
+    if num_devices % per_node:
+        raise UnsupportedError(f"{num_devices} devices on nodes of {per_node}")
+    return _network_of(device, num_devices // per_node, per_node, str(row.hardware.get("inter_node") or ""))
+
+
+@lru_cache(maxsize=256)
+def _network_of(device: str, num_nodes: int, per_node: int, text: str) -> ClusterSpec:
+    """The cluster, with the network that the source describes, as in `4x Omni-Path 100 Gb/s per node`."""
+    cluster = load_cluster(f"{num_nodes}x{per_node}x{device}")
+    bytes_per_s = link_bytes_per_s(text, cluster.devices_per_node)
+    if bytes_per_s is None:
+        return cluster
+    link = cluster.inter_link.model_copy(update={"name": text, "bandwidth_bytes_per_s": bytes_per_s})
+    return cluster.model_copy(update={"inter_link": link})
+
+
+def link_bytes_per_s(text: str, devices_per_node: int) -> float | None:
+    """Bytes per second and device of a network in words; None where they state no speed.
+
+    `8x HDR InfiniBand 200 Gb/s per node` with 8 devices is 25e9; `25 Gb/s Ethernet per node` 0.39e9.
+    """
+    if "not stated" in text or (found := _LINK_SPEED.search(text)) is None:
+        return None
+    bytes_per_s = float(found["gbit"]) * 1e9 / 8 * int(found["times"] or 1)
+    is_each = found["times"] is None and _PER_DEVICE.search(text[: text.find("(")] if "(" in text else text)
+    return bytes_per_s if is_each else bytes_per_s / devices_per_node
+
+
+def _job(row: PublishedRow) -> Job:
+    return Job(seq_length=_whole(row, "model", "seq_len"), global_batch_size=_whole(row, "strategy", "global_batch"))
+
+
+def _candidates(row: PublishedRow, model: ModelSpec) -> Iterator[Strategy]:
+    """Every strategy that the row may mean."""
+    s = row.strategy
+    _refuse_unknown(row)
+    degrees = {axis: _whole(row, "strategy", axis) for axis in ("dp", "tp", "pp")}
+    per_rank, rest = divmod(_whole(row, "strategy", "global_batch"), degrees["dp"])
+    if rest:
+        raise UnsupportedError("batch not a multiple of dp")
+    sizes = [s["micro_batch"]] if s.get("micro_batch") else [b for b in divisors(per_rank) if b <= MAX_OPEN_MICRO_BATCH]
+    fixed = {**degrees, "zero": s.get("zero_stage") or 0, "precision": _precision(row)}
+    for size, chunks, recompute in product(sizes, _chunks(row, model), _recomputes(row)):
+        if per_rank % size:
+            raise UnsupportedError(f"batch not a multiple of dp × {size}")
+        schedule = {"schedule": "interleaved-1f1b", "num_chunks": chunks} if chunks > 1 else {}
+        values: dict[str, Any] = {**fixed, **schedule, "micro_batch_size": size, "num_micro_batches": per_rank // size}
+        yield Strategy.model_validate({**values, "recompute": recompute})
+
+
+def _refuse_unknown(row: PublishedRow) -> None:
+    s = row.strategy
+    if s.get("sequence_parallel") and (s.get("tp") or 1) > 1:
+        raise UnsupportedError("sequence parallelism")
+    if (s.get("cp") or 1) > 1:
+        raise UnsupportedError("context parallelism")
+    if (s.get("ep") or 1) > 1:
+        raise UnsupportedError("expert parallelism")
+    if "offload" in str(s.get("sharding")).lower():
+        raise UnsupportedError("offload of another library")
+
+
+def _precision(row: PublishedRow) -> str:
+    dtype = str(row.model.get("dtype"))
+    return "fp16" if "fp16" in dtype else "fp32" if "fp32" in dtype and "bf16" not in dtype else "bf16"
+
+
+def _chunks(row: PublishedRow, model: ModelSpec) -> tuple[int, ...]:
+    """Stages per rank: as stated; where the source speaks of interleaving but not of how much, what divides evenly."""
+    stated, pp = row.strategy.get("vpp"), _whole(row, "strategy", "pp")
+    if pp == 1 or (stated is None and "interleaved" not in str(row.strategy.get("schedule")).lower()):
+        return (1,) if stated is None or pp == 1 else (int(stated),)
+    if stated is not None:
+        return (int(stated),)
+    even = [v for v in range(2, MAX_OPEN_CHUNKS + 1) if model.num_layers % (pp * v) == 0]
+    return tuple(even) or (1,)
+
+
+def _recomputes(row: PublishedRow) -> tuple[str, ...]:
+    stated = row.strategy.get("recompute")
+    if stated is None:
+        return ("none", "full")
+    if str(stated).startswith("selective"):
+        raise UnsupportedError("selective recompute")
+    return ("full",) if str(stated).startswith("full") else ("none",)
