@@ -47,6 +47,30 @@ def test_every_rank_stands_in_one_group_of_each_axis(sizes, kv_replicas):
         assert sorted(rank for group in groups for rank in group) == list(range(world))
 
 
+def test_context_ranks_lie_between_data_and_tensor():
+    groups = m.axis_groups({"pp": 2, "dp": 2, "cp": 2, "tp": 2})
+    assert groups["tp"][:2] == ((0, 1), (2, 3))
+    assert groups["cp"][:3] == ((0, 2), (1, 3), (4, 6))
+    assert groups["dp"][:2] == ((0, 4), (1, 5))
+    assert groups["dp_cp"] == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert groups["pp"][:2] == ((0, 8), (1, 9))
+
+
+def test_sub_axes_are_the_lines_of_a_grid():
+    """Rank = j + q·(i + q·k): rows are neighbours, columns stand q apart, depths q²."""
+    groups = m.axis_groups({"dp": 2, "tp": 8}, tensor=[("tp_depth", 2), ("tp_col", 2), ("tp_row", 2)])
+    assert groups["tp_row"][:4] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert groups["tp_col"][:4] == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert groups["tp_depth"][:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    for part in groups.values():
+        assert sorted(rank for group in part for rank in group) == list(range(16))
+
+
+def test_a_grid_that_tp_does_not_fill_is_refused():
+    with pytest.raises(InputError, match="tp=1 ranks do not fill a grid of tp_col=2 × tp_row=2"):
+        m.Mesh.create({}, tensor=[("tp_col", 2), ("tp_row", 2)])
+
+
 def test_key_value_replicas_are_neighbours():
     assert m.axis_groups({"pp": 1, "dp": 1, "tp": 8}, 4)["tp_kv"] == ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -102,6 +126,8 @@ def test_each_axis_reaches_its_ranks(ranks):
         "dp": [6],
         "dp_node": [6],
         "dp_across": [6],
+        "cp": [6],
+        "dp_cp": [6],
         "tp": [4, 5, 6, 7],
         "tp_kv": [6, 7],
         "pp_ends": [2, 6],
@@ -117,13 +143,13 @@ def wrong_product(rank: int, world: int) -> None:
 
 
 def test_a_wrong_product_is_refused():
-    with pytest.raises(InputError, match="pp=1 × dp=2 × tp=2 = 4 ranks, but this run has 1"):
+    with pytest.raises(InputError, match="pp=1 × dp=2 × cp=1 × tp=2 = 4 ranks, but this run has 1"):
         wrong_product(0, 1)
 
 
 def test_unknown_axes_are_refused():
-    with pytest.raises(InputError, match="`cp` is not an axis"):
-        m.Mesh.create({"cp": 1})
+    with pytest.raises(InputError, match="`ep` is not an axis"):
+        m.Mesh.create({"ep": 1})
     with pytest.raises(InputError, match="`ep` is not an axis"):
         m.Mesh.create({})["ep"]
 
@@ -200,4 +226,4 @@ def timeouts(rank: int, world: int) -> list[float]:
 
 
 def test_all_groups_keep_the_run_timeout(ranks):
-    assert ranks(timeouts, 4, group_timeout_s=17.0)[0] == [17.0] * 4
+    assert ranks(timeouts, 4, group_timeout_s=17.0)[0] == [17.0] * 5

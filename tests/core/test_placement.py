@@ -120,9 +120,9 @@ def test_layers_that_do_not_divide_stand_on_one_stage_each() -> None:
 
 
 def test_rank_order_puts_tp_innermost() -> None:
-    sizes = {"pp": 2, "dp": 3, "tp": 4}
+    sizes = {"pp": 2, "dp": 3, "cp": 1, "tp": 4}
     assert [rank_of(coordinates_of(rank, sizes), sizes) for rank in range(24)] == list(range(24))
-    assert coordinates_of(1, sizes) == {"pp": 0, "dp": 0, "tp": 1}
+    assert coordinates_of(1, sizes) == {"pp": 0, "dp": 0, "cp": 0, "tp": 1}
     assert tuple(coordinates_of(0, sizes)) == MESH_ORDER
 
 

@@ -25,6 +25,7 @@ def _case(num_ranks: int, strategy: dict[str, Any], model: dict[str, Any], job: 
 
 BROKEN = {
     "world": (8, {"dp": 2, "num_micro_batches": 6}, {}, {}, "= 2 ranks.*has 8"),
+    "unbuilt": (4, {"tp": 4, "num_micro_batches": 12, "tensor": {"kind": "2d"}}, {}, {}, "tensor.kind=2d"),
     "tp-heads": (8, {"tp": 8, "num_micro_batches": 12}, {}, {}, "tp=8 does not divide the heads 12"),
     "tp-kv-heads": (6, {"tp": 6, "num_micro_batches": 12}, {}, {}, "tp=6 and 4 key/value heads"),
     "tp-ffn": (4, {"tp": 4, "num_micro_batches": 12}, {"ffn_size": 50}, {}, "tp=4 does not divide.*50"),

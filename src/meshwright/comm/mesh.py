@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -27,8 +27,10 @@ from meshwright.comm.transports.gloo import Gloo
 from meshwright.comm.transports.host import Host
 from meshwright.comm.transports.nccl import Nccl
 from meshwright.core.axes import (
+    CP,
     DP,
     DP_ACROSS,
+    DP_CP,
     DP_NODE,
     MESH_ORDER,
     PP,
@@ -146,6 +148,7 @@ class Mesh:
         *,
         kv_replicas: int = 1,
         dp_local: int | None = None,
+        tensor: Sequence[tuple[str, int]] = (),
         pp_ends: tuple[int, int] | None = None,
         pp_mirrored: bool = False,
         ledger: Ledger | None = None,
@@ -156,7 +159,8 @@ class Mesh:
         Args:
             sizes: axis → number of ranks; axes that are left out have one.
             kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
-            dp_local: consecutive ranks of a dp group that share a node (axes `dp_node`, `dp_across`); None: all.
+            dp_local: consecutive ranks of a dp × cp group that share a node (axes `dp_node`, `dp_across`); None: all.
+            tensor: sub-axes of tp and their sizes, outermost first (`core.layouts.Grid.axes`).
             pp_ends: pipeline ranks that hold the two ends of the model (axis `pp_ends`); None: the first and the last.
             pp_mirrored: whether the ranks r and p−1−r of a pipeline hold the same stages (axis `pp_mirror`).
             ledger: where calls are counted; a new one by default.
@@ -164,15 +168,15 @@ class Mesh:
 
         Raises:
             InputError: the product of the sizes is not the number of ranks, an unknown axis, or an axis that cannot
-                be cut into groups of `kv_replicas` or `dp_local`.
+                be cut into groups of `kv_replicas`, `dp_local` or `tensor`.
         """
-        full = _checked_sizes(sizes, kv_replicas, dp_local)
+        full = _checked_sizes(sizes, kv_replicas, dp_local, tensor)
         rank, device = (dist.get_rank() if dist.is_initialized() else 0), _device()
         ledger = ledger or Ledger()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         transports: dict[tuple[int, ...], Transport] = {}
         axes = {}
-        for name, lines in axis_groups(full, kv_replicas, dp_local, pp_ends, pp_mirrored).items():
+        for name, lines in axis_groups(full, kv_replicas, dp_local, tensor, pp_ends, pp_mirrored).items():
             _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
             group = groups[ranks]
@@ -200,14 +204,19 @@ def axis_groups(
     sizes: Mapping[str, int],
     kv_replicas: int = 1,
     dp_local: int | None = None,
+    tensor: Sequence[tuple[str, int]] = (),
     pp_ends: tuple[int, int] | None = None,
     pp_mirrored: bool = False,
 ) -> dict[str, Groups]:
     """Axis → all its groups. Every rank stands in exactly one group of each axis."""
+    sizes = {axis: sizes.get(axis, 1) for axis in MESH_ORDER}
     groups = {axis: _lines(axis, sizes) for axis in MESH_ORDER}
-    local = dp_local or sizes[DP]
-    groups[DP_NODE] = tuple(part for line in groups[DP] for part in _parts(line, local))
-    groups[DP_ACROSS] = tuple(line[at::local] for line in groups[DP] for at in range(local))
+    groups[DP_CP] = _joined(sizes)
+    local = dp_local or sizes[DP] * sizes[CP]
+    groups[DP_NODE] = tuple(part for line in groups[DP_CP] for part in _parts(line, local))
+    groups[DP_ACROSS] = tuple(line[at::local] for line in groups[DP_CP] for at in range(local))
+    for axis, stride, size in _sub_axes(tensor):
+        groups[axis] = tuple(part for line in groups[TP] for part in _strided(line, stride, size))
     groups[TP_KV] = tuple(part for line in groups[TP] for part in _parts(line, kv_replicas))
     ends = pp_ends or (0, sizes[PP] - 1)
     mirrored = [(at, sizes[PP] - 1 - at) for at in range((sizes[PP] + 1) // 2)] if pp_mirrored else []
@@ -226,6 +235,28 @@ def _lines(axis: str, sizes: Mapping[str, int]) -> Groups:
     )
 
 
+def _joined(sizes: Mapping[str, int]) -> Groups:
+    """The groups of ranks that differ in their coordinates on dp and cp only."""
+    together = prod(sizes[axis] for axis in (DP, CP, TP))
+    firsts = (start + tp for start in range(0, prod(sizes.values()), together) for tp in range(sizes[TP]))
+    return tuple(tuple(range(first, first + together, sizes[TP])) for first in firsts)
+
+
+def _sub_axes(axes: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """(axis, ranks from one member to the next, size), except the whole of tp."""
+    stride = 1
+    for axis, size in reversed(axes):
+        if axis != TP:
+            yield axis, stride, size
+        stride *= size
+
+
+def _strided(line: tuple[int, ...], stride: int, size: int) -> Groups:
+    """Groups of `size` ranks, `stride` apart."""
+    blocks = _parts(line, stride * size)
+    return tuple(block[at::stride] for block in blocks for at in range(stride))
+
+
 def _parts(line: tuple[int, ...], size: int) -> Groups:
     """Neighbours by `size`."""
     return tuple(line[at : at + size] for at in range(0, len(line), size))
@@ -238,7 +269,9 @@ def _paired(line: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> Groups:
     return (*together, *((rank,) for rank in line if rank not in paired))
 
 
-def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None) -> dict[str, int]:
+def _checked_sizes(
+    sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None, tensor: Sequence[tuple[str, int]]
+) -> dict[str, int]:
     unknown = [axis for axis in sizes if axis not in MESH_ORDER]
     if unknown:
         raise InputError(f"`{unknown[0]}` is not an axis of the mesh; sizes are given for {', '.join(MESH_ORDER)}")
@@ -249,8 +282,11 @@ def _checked_sizes(sizes: Mapping[str, int], kv_replicas: int, dp_local: int | N
         raise InputError(f"{factors} = {product} ranks, but this run has {world}; start {product} ranks")
     if full[TP] % kv_replicas:
         raise InputError(f"tp={full[TP]} ranks cannot form groups of {kv_replicas} key/value replicas")
-    if dp_local is not None and (dp_local < 1 or full[DP] % dp_local):
-        raise InputError(f"dp={full[DP]} ranks cannot lie evenly on nodes with {dp_local} of them; dp_local divides dp")
+    data = full[DP] * full[CP]
+    if dp_local is not None and (dp_local < 1 or data % dp_local):
+        raise InputError(f"dp={data} ranks cannot lie evenly on nodes with {dp_local} of them; dp_local divides dp")
+    if tensor and prod(size for _, size in tensor) != full[TP]:
+        raise InputError(f"tp={full[TP]} ranks do not fill a grid of {' × '.join(f'{a}={n}' for a, n in tensor)}")
     return full
 
 

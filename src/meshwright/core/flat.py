@@ -3,7 +3,7 @@
 A bucket is the unit of gradient reduction, of the optimizer and of ZeRO sharding. Parameters and
 gradients are *views* into it, so nothing is ever copied into place.
 
-    bucket   | head.weight | norm.weight | layer 7 ... | pad |     numel is a multiple of dp
+    bucket   | head.weight | norm.weight | layer 7 ... | pad |     numel is a multiple of dp (× cp)
     dp shard | rank 0          | rank 1          |                  cut without regard to tensors
 
 Where ZeRO leaves only a shard of a bucket on a rank, the whole bucket exists in working memory while its block runs:
@@ -89,7 +89,7 @@ def make_buckets(
 
     Args:
         held: a rank's parameters in forward order.
-        dp: size of the data-parallel axis; the padded length is a multiple of it.
+        dp: ranks of the data-parallel axis, times those of cp; the padded length is a multiple of it.
         cap_bytes: size at which a bucket is closed.
         gradient_bytes: bytes that a rank holds of one gradient element; what `cap_bytes` is compared with.
         by_block: a bucket holds what one block of the model needs (for each kind of partial gradient), whatever its
@@ -114,14 +114,14 @@ def make_buckets(
 
 
 def rank_buckets(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tuple[Bucket, ...]:
-    """The buckets of the rank at mesh coordinates `at` (pp, dp, tp)."""
+    """The buckets of the rank at mesh coordinates `at`."""
     return held_buckets(placements(spec, strategy, at), strategy)
 
 
 def held_buckets(held: Iterable[Placement], strategy: Strategy) -> tuple[Bucket, ...]:
     """The buckets of a rank that holds these placements, as the strategy cuts them."""
     cap_bytes, gradient_bytes = strategy.bucket_bytes, strategy.recipe.gradient_bytes
-    return make_buckets(held, strategy.dp, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
+    return make_buckets(held, strategy.data_ranks, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
 
 
 def _kinds(held: Iterable[Placement]) -> list[tuple[str, ...]]:

@@ -6,16 +6,14 @@ gradient reduction, the gradient norm, checkpoints, export and the memory foreca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from meshwright.core.axes import PP, PP_ENDS, PP_MIRROR, TP, TP_KV
+from meshwright.core.layouts import CUT_BY_1D, Grid
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.strategy import Strategy
-
-TP_DIMS = {"vocab": TP, "heads": TP, "kv_heads": TP, "ffn": TP}
-"""Which dims 1D tensor parallelism shards. All other dims are whole on every rank of the tp axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One logical parameter as one rank holds it. Every placement is replicated over dp."""
+    """One logical parameter as one rank holds it. Every placement is replicated over dp and cp."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,9 +48,9 @@ class Placement:
     part: str
     layer: int | None
     sum_over: tuple[str, ...]
-    """Axes besides dp over which this rank's gradient is partial and must be summed."""
+    """Axes besides dp and cp over which this rank's gradient is partial and must be summed."""
     owned: bool
-    """True on exactly one of the replicas outside dp: the one that the norm counts and a checkpoint saves."""
+    """True on exactly one of the replicas outside dp and cp: the one that the norm counts and a checkpoint saves."""
     tile: int | None = None
     """Which tile of the parameter's rows on this rank, where it is held in tiles."""
     stages: tuple[int, ...] = (0,)
@@ -75,14 +73,23 @@ def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
     return index * base + min(index, extra), base + (index < extra)
 
 
+def nested_split(total: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(offset, size) after balanced splits into (parts, index), the outer one first."""
+    offset, size = 0, total
+    for parts, index in cuts:
+        further, size = even_split(size, parts, index)
+        offset += further
+    return offset, size
+
+
 def kv_replicas(spec: ModelSpec, tp: int) -> int:
     """How many ranks of a tp group hold the same key/value heads: more than 1 where tp exceeds these heads."""
     return max(1, tp // spec.num_kv_heads)
 
 
 def dim_range(spec: ModelSpec, dim: str, size: int, tp: int, index: int) -> tuple[int, int]:
-    """(offset, size) along a named dim that rank `index` of the tp axis holds."""
-    if dim not in TP_DIMS:
+    """(offset, size) along a named dim that rank `index` of the tp axis holds, in 1D tensor parallelism."""
+    if dim not in CUT_BY_1D:
         return 0, size
     if dim == "kv_heads":
         replicas = kv_replicas(spec, tp)
@@ -95,9 +102,15 @@ def largest_part(spec: ModelSpec, dim: str, size: int, tp: int) -> int:
     return dim_range(spec, dim, size, tp, 0)[1]
 
 
-def param_box(spec: ModelSpec, param: ParamSpec, tp: int, index: int) -> Box:
-    """The box of `param` that rank `index` of a tp axis of size `tp` holds."""
-    ranges = [dim_range(spec, dim, size, tp, index) for dim, size in zip(param.dims, param.shape, strict=True)]
+def param_box(spec: ModelSpec, param: ParamSpec, grid: Grid, index: int) -> Box:
+    """The box of `param` that rank `index` of a tp axis, laid out as `grid`, holds."""
+    if grid.kind == "1d":
+        tp = grid.side
+        ranges = [dim_range(spec, dim, size, tp, index) for dim, size in zip(param.dims, param.shape, strict=True)]
+    else:
+        at = grid.coordinates(index)
+        cuts = zip(param.shape, grid.dims(param), strict=True)
+        ranges = [nested_split(size, [(grid.sizes[axis], at[axis]) for axis in axes]) for size, axes in cuts]
     return Box(tuple(offset for offset, _ in ranges), tuple(size for _, size in ranges))
 
 
@@ -112,17 +125,22 @@ def _is_used(spec: ModelSpec, param: ParamSpec, layers: range, ends: tuple[bool,
 
 
 def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy, is_mirrored: bool) -> tuple[str, ...]:
-    axes = []
+    axes: list[str] = []
     if strategy.tp > 1:
-        if "head_dim" in param.dims:
-            axes.append(TP)  # q/k norms see only the local heads
-        if "kv_heads" in param.dims and kv_replicas(spec, strategy.tp) > 1:
+        is_partial = "head_dim" in param.dims or strategy.tensor.kind != "1d" or strategy.sequence == "megatron"
+        if is_partial:  # q/k norms see only the local heads; the others of these kinds only a part of the tokens
+            axes += strategy.grid.replicas(param)
+        if _has_kv_replicas(spec, param, strategy):
             axes.append(TP_KV)
     if is_mirrored:
         axes.append(PP_MIRROR)
     elif _is_tied(spec, param) and strategy.end_ranks[0] != strategy.end_ranks[1]:
         axes.append(PP_ENDS)
     return tuple(axes)
+
+
+def _has_kv_replicas(spec: ModelSpec, param: ParamSpec, strategy: Strategy) -> bool:
+    return strategy.tensor.kind == "1d" and "kv_heads" in param.dims and kv_replicas(spec, strategy.tp) > 1
 
 
 def _is_tied(spec: ModelSpec, param: ParamSpec) -> bool:
@@ -135,9 +153,11 @@ def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping
             return False
     elif _is_tied(spec, param) and at[PP] != strategy.end_ranks[0]:
         return False
-    if "kv_heads" in param.dims:
+    if _has_kv_replicas(spec, param, strategy):
         return at[TP] % kv_replicas(spec, strategy.tp) == 0
-    return at[TP] == 0 or any(dim in TP_DIMS for dim in param.dims)
+    grid = strategy.grid
+    positions = grid.coordinates(at[TP])
+    return all(positions[axis] == 0 for axis in grid.replicas(param))
 
 
 def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tuple[Placement, ...]:
@@ -145,7 +165,7 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
 
     Source: Shoeybi et al. 2019, §3 (tensor); Narayanan et al. 2021, §2 (pipeline).
     """
-    layers = strategy.stage_layers(spec.num_layers)
+    layers, grid = strategy.stage_layers(spec.num_layers), strategy.grid
     own = strategy.rank_stages(at[PP])
     is_mirrored = strategy.pipeline_schedule.num_directions > 1
     ends = {stage: strategy.stage_ends(stage) for stage in own}
@@ -167,7 +187,7 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
         )
         for param, stages in used
         if stages
-        for tile, box in _tiles(param, param_box(spec, param, strategy.tp, at[TP]), strategy.tile)
+        for tile, box in _tiles(param, param_box(spec, param, grid, at[TP]), strategy.tile)
     )
 
 

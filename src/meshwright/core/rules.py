@@ -13,6 +13,7 @@ from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Context, Tensor
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import is_tiled, param_box
 from meshwright.core.strategy import Offload, Strategy
@@ -59,7 +60,8 @@ def _world(c: Case) -> str | None:
     if s.world_size == have:
         return None
     needed = counted(s.world_size, "rank")
-    return f"dp={s.dp} × tp={s.tp} × pp={s.pp} = {needed}, but cluster `{c.cluster.name}` has {have}"
+    context = f" × context.degree={s.cp}" if s.cp > 1 else ""
+    return f"dp={s.dp}{context} × tp={s.tp} × pp={s.pp} = {needed}, but cluster `{c.cluster.name}` has {have}"
 
 
 def _kv(c: Case) -> str | None:
@@ -70,6 +72,19 @@ def _kv(c: Case) -> str | None:
 def _vocab(c: Case) -> str | None:
     rows, tp = c.model.vocab_size, c.strategy.tp
     return f"tp={tp} is more than the {rows} rows of the vocabulary" if tp > rows else None
+
+
+def _unbuilt(c: Case) -> str | None:
+    """Taken out kind by kind, as they are built."""
+    s = c.strategy
+    for name, is_set in (
+        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
+        (f"sequence={s.sequence}", s.sequence != "none"),
+        (f"context.degree={s.cp}", s.cp > 1),
+    ):
+        if is_set:
+            return name
+    return None
 
 
 def _layers(c: Case) -> str | None:
@@ -178,10 +193,10 @@ def _why_kept(s: Strategy) -> str:
 
 
 def _tile_rows(c: Case) -> str | None:
-    tile, tp = c.strategy.tile, c.strategy.tp
+    tile, grid, last = c.strategy.tile, c.strategy.grid, c.strategy.tp - 1
     if tile == 1:
         return None
-    rows = {p.name: param_box(c.model, p, tp, tp - 1).sizes[0] for p in c.model.parameters() if is_tiled(p)}
+    rows = {p.name: param_box(c.model, p, grid, last).sizes[0] for p in c.model.parameters() if is_tiled(p)}
     name = min(rows, key=rows.__getitem__)
     return f"tile={tile} is more than the {rows[name]} rows of `{name}` on a rank" if tile > rows[name] else None
 
@@ -206,8 +221,8 @@ def _delayed(c: Case) -> str | None:
 
 def _node(c: Case) -> str | None:
     s, per_node = c.strategy, c.cluster.devices_per_node
-    within = c.cluster.num_nodes == 1 or per_node % (s.dp * s.tp) == 0
-    if s.shard_over == "all" or within or 1 < s.dp_local < s.dp:
+    within = c.cluster.num_nodes == 1 or per_node % (s.data_ranks * s.tp) == 0
+    if s.shard_over == "all" or within or 1 < s.dp_local < s.data_ranks:
         return None
     return f"shard_over=node with dp={s.dp} and tp={s.tp} on nodes of {per_node} devices"
 
@@ -216,7 +231,8 @@ OF_MICRO_BATCHES = "pp-timetable"
 """The one rule that depends on how a rank's sequences are cut into micro-batches."""
 
 RULES = (
-    Rule("world", "dp × tp × pp = number of devices", "every device runs exactly one rank", _world),
+    Rule("world", "dp × context.degree × tp × pp = number of devices", "every device runs exactly one rank", _world),
+    Rule("unbuilt", "the layout is one that is built", "nothing could run it", _unbuilt),
     Rule(
         "tp-heads",
         "tp divides the attention heads",
@@ -345,13 +361,16 @@ def check(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) 
 def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Strategy | None:
     """The legal strategy that changes degrees and micro-batch least (sum of larger over smaller, less 1), or None.
 
-    First `num_chunks`, then choices around ZeRO, then the schedule are given up, each only where nothing is legal
-    with them.
+    First `num_chunks`, then kinds of layout and choices around ZeRO, then the schedule are given up, each only where
+    nothing is legal with them.
     """
 
     whole = strategy.model_copy(update={"num_chunks": 1})
     plain = whole.model_copy(
         update={
+            "tensor": Tensor(),
+            "sequence": "none",
+            "context": Context(),
             "shard_over": "all",
             "keep_gathered": False,
             "reduce_each": False,
@@ -384,8 +403,11 @@ def divisors(n: int) -> list[int]:
     return [*small, *(n // d for d in reversed(small) if d * d != n)]
 
 
-def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
-    """Every size of dp, tp and pp whose product is the number of devices."""
+def all_degrees(num_devices: int, cp: int = 1) -> Iterator[dict[str, int]]:
+    """Every size of dp, tp and pp whose product, with `cp`, is the number of devices."""
+    if num_devices % cp:
+        return
+    num_devices //= cp
     sizes = divisors(num_devices)
     for tp in sizes:
         rest = num_devices // tp
@@ -395,7 +417,7 @@ def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
-    for degrees in all_degrees(cluster.num_devices):
+    for degrees in all_degrees(cluster.num_devices, strategy.cp):
         per_rank, rest = divmod(job.global_batch_size, degrees[DP])
         keep = strategy.layers_per_stage if degrees[PP] == strategy.pp else None
         other = strategy.model_copy(

@@ -1,4 +1,4 @@
-"""How a flat bucket is divided over the dp ranks, and in which order their collectives go.
+"""How a flat bucket is divided over the dp (× cp) ranks, and in which order their collectives go.
 
     zero 0             all_reduce dp
     zero 1, 2, 3       reduce_scatter dp                                 ◀─ backwards ─ all_gather
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.core.axes import DP, DP_ACROSS, DP_NODE
+from meshwright.core.axes import DP, DP_ACROSS, DP_CP, DP_NODE
 from meshwright.core.strategy import Strategy
 
 Range = tuple[int, int]
@@ -48,19 +48,19 @@ class Sharding:
         """Parts of a bucket that different ranks keep."""
         return prod(level.size for level in self.scatter) if self.stays_scattered else 1
 
-    def own(self, numel: int, dp_index: int) -> Range:
-        """The part of a bucket of `numel` elements that dp rank `dp_index` updates."""
-        return _part(numel, self.scatter if self.stays_scattered else (), self._positions(dp_index))
+    def own(self, numel: int, data_index: int) -> Range:
+        """The part of a bucket of `numel` elements that the rank at `data_index` updates."""
+        return _part(numel, self.scatter if self.stays_scattered else (), self._positions(data_index))
 
-    def counted(self, numel: int, dp_index: int) -> Range:
+    def counted(self, numel: int, data_index: int) -> Range:
         """The part, within its own, that it alone counts in norms and saves in checkpoints."""
-        return _part(numel, self.levels, self._positions(dp_index))
+        return _part(numel, self.levels, self._positions(data_index))
 
-    def _positions(self, dp_index: int) -> dict[str, int]:
+    def _positions(self, data_index: int) -> dict[str, int]:
         """Level's axis → position on it. Ranks of a node follow one another on dp."""
         local = next((level.size for level in self.levels if level.axis == DP_NODE), 1)
-        across, node = divmod(dp_index, local)
-        return {DP: dp_index, DP_NODE: node, DP_ACROSS: across}
+        across, node = divmod(data_index, local)
+        return {DP: data_index, DP_CP: data_index, DP_NODE: node, DP_ACROSS: across}
 
 
 def _part(numel: int, levels: tuple[Level, ...], positions: dict[str, int]) -> Range:
@@ -76,10 +76,10 @@ def sharding(strategy: Strategy) -> Sharding:
     """The way of a strategy's buckets. Two levels where a dp group has several ranks on each of several nodes."""
     local = strategy.dp_local
     zero = strategy.zero > 0
-    if not 1 < local < strategy.dp:
-        flat = (Level(DP, strategy.dp),)
+    if not 1 < local < strategy.data_ranks:
+        flat = (Level(strategy.data_axis, strategy.data_ranks),)
         return Sharding(flat if zero else (), () if zero else flat, zero, flat)
-    node, across = Level(DP_NODE, local), Level(DP_ACROSS, strategy.dp // local)
+    node, across = Level(DP_NODE, local), Level(DP_ACROSS, strategy.data_ranks // local)
     if zero and strategy.shard_over == "all":
         return Sharding((node, across), (), True, (node, across))
     return Sharding((node,), (across,), zero, (node, across))

@@ -4,7 +4,7 @@ around a strategy that breaks one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -12,9 +12,10 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from meshwright.core.axes import DP, PP, TP
+from meshwright.core.axes import CP, DP, DP_CP, PP, TP
 from meshwright.core.cluster import ClusterSpec, Tier
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.layouts import Context, Grid, SequenceKind, Tensor, grid
 from meshwright.core.precision import RECIPES, Recipe
 from meshwright.core.program import Kind
 from meshwright.core.schedule import (
@@ -65,6 +66,12 @@ class Strategy(Value):
     """Tensor-parallel ranks: they share every layer."""
     pp: int = Field(default=1, gt=0)
     """Pipeline ranks: each runs a stage of the layers, or several."""
+    tensor: Tensor = Tensor()
+    """What the ranks of tp do with each layer."""
+    sequence: SequenceKind = "none"
+    """`megatron` divides the tokens over tp between the layers' matrix products (with tensor.kind=1d)."""
+    context: Context = Context()
+    """How many ranks share the tokens of a sequence, and how."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: 1 divides the optimizer's state over dp, 2 also the gradients, 3 also the parameters."""
     shard_over: Literal["all", "node"] = "all"
@@ -115,20 +122,51 @@ class Strategy(Value):
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis name → size."""
-        return {PP: self.pp, DP: self.dp, TP: self.tp}
+        return {PP: self.pp, DP: self.dp, CP: self.cp, TP: self.tp}
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks: they share the tokens of each sequence."""
+        return self.context.degree
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters and see other tokens: of dp and cp together."""
+        return self.dp * self.cp
+
+    @property
+    def data_axis(self) -> str:
+        """Their axis."""
+        return DP if self.cp == 1 else DP_CP
+
+    def data_index(self, at: Mapping[str, int]) -> int:
+        """Position on :attr:`data_axis` of the rank at mesh coordinates `at`."""
+        return at[DP] * self.cp + at.get(CP, 0)
+
+    @property
+    def grid(self) -> Grid:
+        """How the ranks of tp lie."""
+        return grid(self.tensor, self.tp)
+
+    @property
+    def hidden_parts(self) -> tuple[int, int, int]:
+        """Into how many parts a hidden state [b, s, h] is cut between the layers, along each dim."""
+        grid = self.grid
+        in_s = self.cp * (self.tp if self.sequence == "megatron" else 1)
+        return grid.parts(grid.batch_axes), in_s, grid.parts(grid.hidden_axes)
 
     @property
     def dp_local(self) -> int:
-        """How many ranks of each dp group share a node: all, where a plan has not set `ranks_per_node`, or where they
+        """How many ranks of each dp (× cp) group share a node: all, where a plan has not set `ranks_per_node`, or they
         don't lie evenly on the nodes."""
-        per_node, block = self.ranks_per_node, self.dp * self.tp
+        per_node, block = self.ranks_per_node, self.data_ranks * self.tp
         if per_node is None or per_node % self.tp or block % per_node:
-            return self.dp
+            return self.data_ranks
         return per_node // self.tp
 
     def on(self, cluster: ClusterSpec) -> Strategy:
@@ -231,7 +269,17 @@ class Strategy(Value):
         schedule = f" {self.schedule}{chunks}" if has_order else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
         zero = f"zero{self.zero}{self._zero_choices()}"
-        return f"D{self.dp} T{self.tp} P{self.pp} {zero}{schedule}{batch}{recompute} {self.precision}"
+        degrees = f"D{self.dp}{self._context()} T{self.tp}{self._tensor()} P{self.pp}"
+        return f"{degrees} {zero}{schedule}{batch}{recompute} {self.precision}"
+
+    def _context(self) -> str:
+        """` C4 ring zigzag`."""
+        return f" C{self.cp} {self.context.kind} {self.context.balance}" if self.cp > 1 else ""
+
+    def _tensor(self) -> str:
+        """What differs from the default: ` 2d`, ` sp`."""
+        kind = f" {self.tensor.kind}" if self.tensor.kind != "1d" else ""
+        return kind + (" sp" if self.sequence == "megatron" else "")
 
     def _zero_choices(self) -> str:
         """What differs from the default: ` node kept tile2 offload`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from meshwright.core.axes import DP, PP
+from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown
@@ -52,7 +52,7 @@ def memory(
 
     state_bytes = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
     num_versions = strategy.pipeline_schedule.num_versions(strategy.pipeline, at[PP])
-    moved, offload = offload_forecast(strategy, job.optimizer, buckets, at[DP]), strategy.offload
+    moved, offload = offload_forecast(strategy, job.optimizer, buckets, strategy.data_index(at)), strategy.offload
     return MemoryBreakdown(
         parameters_bytes=held(3) * recipe.parameter_bytes * (offload.parameters == "none") * num_versions,
         gradients_bytes=(shard if strategy.reduces_each else whole)

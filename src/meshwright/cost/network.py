@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
+from meshwright.core.axes import CP, DP, DP_ACROSS, DP_CP, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.measures import wire_bytes
 from meshwright.core.model import ModelSpec
@@ -93,11 +93,14 @@ def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec)
 
 def _stride(axis: str, strategy: Strategy) -> int:
     """Ranks from one member of a group to the next."""
-    per_stage = strategy.dp * strategy.tp
+    per_stage = strategy.data_ranks * strategy.tp
     return {
         TP: 1,
         TP_KV: 1,
-        DP: strategy.tp,
+        **_grid_strides(strategy),
+        CP: strategy.tp,
+        DP: strategy.cp * strategy.tp,
+        DP_CP: strategy.tp,
         DP_NODE: strategy.tp,
         DP_ACROSS: strategy.tp * strategy.dp_local,
         PP: per_stage,
@@ -107,9 +110,18 @@ def _stride(axis: str, strategy: Strategy) -> int:
     }[axis]
 
 
+def _grid_strides(strategy: Strategy) -> dict[str, int]:
+    """Of the sub-axes of tp."""
+    strides, stride = {}, 1
+    for axis, size in reversed(strategy.grid.axes):
+        strides[axis] = stride
+        stride *= size
+    return strides
+
+
 def boundary_link(rank: int, other: int, strategy: Strategy, cluster: ClusterSpec) -> Link:
     """The slowest link between the ranks of two positions of the pipelines."""
-    block = strategy.dp * strategy.tp
+    block = strategy.data_ranks * strategy.tp
     first, last = min(rank, other) * block, (max(rank, other) + 1) * block - 1
     within = first // cluster.devices_per_node == last // cluster.devices_per_node
     return cluster.intra_link if within else cluster.inter_link

@@ -6,8 +6,9 @@ Sources: Shoeybi et al. 2019 §3 (tensor), Huang et al. 2019 (pipeline), Rajbhan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
-from meshwright.core.axes import DP, DP_ACROSS, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
+from meshwright.core.axes import DP_ACROSS, DP_CP, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -24,8 +25,10 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
     """Axis → ranks in each of its groups; of `pp_ends` the group of the first and the last stage's ranks."""
     return {
         **strategy.sizes,
+        **strategy.grid.sizes,
+        DP_CP: strategy.data_ranks,
         DP_NODE: strategy.dp_local,
-        DP_ACROSS: strategy.dp // strategy.dp_local,
+        DP_ACROSS: strategy.data_ranks // strategy.dp_local,
         TP_KV: kv_replicas(model, strategy.tp),
         PP_ENDS: len(set(strategy.end_ranks)),
         PP_MIRROR: strategy.pipeline_schedule.num_directions,
@@ -34,7 +37,7 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
 
 
 def traffic(model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int]) -> Traffic:
-    """One training step of the rank at mesh coordinates `at` (pp, dp, tp)."""
+    """One training step of the rank at mesh coordinates `at`."""
     return Traffic({**micro_batch_traffic(model, job, strategy, at[PP]).rows, **step_traffic(model, strategy, at).rows})
 
 
@@ -62,16 +65,16 @@ def step_traffic(
     total = Traffic()
     is_endless = strategy.pipeline_schedule.is_asynchronous
     num_counts = strategy.num_updates if is_endless else 2
-    total.add("all_reduce", DP, "count", num_counts * SCALAR_BYTES, strategy.dp)
+    total.add("all_reduce", strategy.data_axis, "count", num_counts * SCALAR_BYTES, strategy.data_ranks)
     _data(total, model, strategy, rank_buckets(model, strategy, at) if buckets is None else buckets)
     total.add("all_reduce", WORLD, "norm", 2 * SCALAR_BYTES, strategy.world_size)
     return total
 
 
 def hidden_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
-    """One hidden state of one micro-batch: β·b·s·h."""
+    """A rank's part of one hidden state of one micro-batch: β·b·s·h, over all that it is cut into."""
     tokens = strategy.micro_batch_size * job.seq_length
-    return tokens * model.hidden_size * strategy.recipe.parameter_bytes
+    return tokens * model.hidden_size * strategy.recipe.parameter_bytes // prod(strategy.hidden_parts)
 
 
 def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:

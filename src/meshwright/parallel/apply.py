@@ -8,14 +8,14 @@ recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import DP, PP, TP, WORLD
+from meshwright.core.axes import PP, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.model import ModelSpec
@@ -92,7 +92,7 @@ class ParallelModel:
             self.reducer,
             self.gatherer,
             self.products,
-            spec.hidden_size,
+            _hidden_shape(spec, strategy),
             DTYPES[strategy.recipe.parameter],
         )
         self.endless: EndlessPipeline | None = None
@@ -175,7 +175,7 @@ class ParallelModel:
         counted = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches])
         total = counted.view(num_updates, -1).sum(1).to(self.mesh.device, torch.float64)
         with self.mesh.ledger.phase("count"):
-            all_reduce(total, self.mesh[DP])
+            all_reduce(total, self.mesh[self.strategy.data_axis])
         return total
 
     @torch.no_grad()
@@ -228,13 +228,13 @@ class ParallelModel:
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         total[0], total[1] = counted, len(micro_batches)
         with self.mesh.ledger.phase("count"):
-            all_reduce(total, self.mesh[DP])
+            all_reduce(total, self.mesh[self.strategy.data_axis])
         if self.strategy.reduces_each and not total.is_cuda:  # there the host would wait; a rank that is late is named
             self._check_micro_batches(len(micro_batches), int(total[1]))
         return total[0]
 
     def _check_micro_batches(self, own: int, together: int) -> None:
-        dp = self.mesh[DP].size
+        dp = self.strategy.data_ranks
         if own * dp != together:
             raise InputError(
                 f"rank {self.mesh.rank} has {own} micro-batches in this step, its {dp} dp ranks together {together}; "
@@ -258,6 +258,12 @@ class ParallelModel:
         self.states.zero_gradients()
         self.reducer.start_step()
         self._pending_reduction = False
+
+
+def _hidden_shape(spec: ModelSpec, strategy: Strategy) -> Callable[[torch.Size], tuple[int, int, int]]:
+    """Tokens [b, s] of a micro-batch → this rank's part of its hidden state."""
+    in_b, in_s, in_h = strategy.hidden_parts
+    return lambda tokens: (tokens[0] // in_b, tokens[1] // in_s, spec.hidden_size // in_h)
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -120,7 +120,8 @@ class StageRunner:
         stages: number → module, as :func:`split` returns them.
         loss: (logits, labels) → sum of the counted tokens' losses; called on the last stage.
         products: where linear layers leave their weight gradients.
-        hidden_size, dtype: of the boundary tensors [b, s, h].
+        hidden_shape: tokens' shape [b, s] → shape of this rank's part of a boundary tensor.
+        dtype: of the boundary tensors.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class StageRunner:
         reducer: GradientReducer,
         gatherer: Gatherer,
         products: Products,
-        hidden_size: int,
+        hidden_shape: Callable[[torch.Size], tuple[int, int, int]],
         dtype: torch.dtype,
     ) -> None:
         self._stages = {stage: _neighbours(module, stage, strategy) for stage, module in stages.items()}
@@ -146,7 +147,7 @@ class StageRunner:
         """Set to a list to record (action, start, end) in seconds; None records nothing."""
         self.watch: Callable[[Action | None], None] = lambda action: None
         """Called before each action, and with None after the last."""
-        self._hidden_size = hidden_size
+        self._hidden_shape = hidden_shape
         self._dtype = dtype
         self._do = {
             Kind.F: self._forward,
@@ -200,7 +201,7 @@ class StageRunner:
 
     def _boundary(self, step: UnderWay, micro_batch: int) -> torch.Tensor:
         tokens = step.micro_batches[micro_batch][0]
-        return torch.empty((*tokens.shape, self._hidden_size), dtype=self._dtype, device=tokens.device)
+        return torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=tokens.device)
 
     def _forward(self, step: UnderWay, action: Action) -> None:
         stage, k, trains = self._stages[action.stage], action.micro_batch, torch.is_grad_enabled()

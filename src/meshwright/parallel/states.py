@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.core.axes import DP, rank_of
+from meshwright.core.axes import rank_of
 from meshwright.core.errors import InputError
 from meshwright.core.flat import Bucket, Pool, Slot, gradient_pool, held_buckets, parameter_pool
 from meshwright.core.model import ModelSpec
@@ -189,7 +189,7 @@ class FlatStates:
         whole_parameters = self._memory(layouts, self.parameter_pool, DTYPES[self.recipe.parameter], device)
         whole_gradients = self._memory(layouts, self.gradient_pool, DTYPES[self.recipe.gradient], device)
         self.buckets = [
-            self._bucket(layout, at[DP], parameters, gradients)
+            self._bucket(layout, strategy.data_index(at), parameters, gradients)
             for layout, parameters, gradients in zip(layouts, whole_parameters, whole_gradients, strict=True)
         ]
         if self.store is not None:
@@ -225,9 +225,9 @@ class FlatStates:
             taken.append(buffers[pool.buffer_of[layout.block]][start : start + layout.numel])
         return taken
 
-    def _bucket(self, layout: Bucket, dp_index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
-        own = slice(*self.way.own(layout.numel, dp_index))
-        counted = slice(*self.way.counted(layout.numel, dp_index))
+    def _bucket(self, layout: Bucket, data_index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
+        own = slice(*self.way.own(layout.numel, data_index))
+        counted = slice(*self.way.counted(layout.numel, data_index))
         state = None if self.store is None else self.store.add(layout, own.start, own.stop, self.frozen)
         return FlatBucket(
             layout,

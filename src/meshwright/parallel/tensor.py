@@ -20,8 +20,9 @@ from torch import nn
 
 from meshwright.comm.differentiable import copy_to, reduce_from
 from meshwright.comm.mesh import Axis
+from meshwright.core.layouts import CUT_BY_1D
 from meshwright.core.model import ModelSpec, ParamSpec
-from meshwright.core.placement import TP_DIMS, dim_range
+from meshwright.core.placement import dim_range
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,8 +106,8 @@ def _replacement(module: nn.Module, weight: ParamSpec | None, spec: ModelSpec, a
     if weight is None:
         return None
     if isinstance(module, nn.Linear):
-        return RowParallelLinear(module, axis) if weight.dims[1] in TP_DIMS else ColumnParallelLinear(module)
-    if isinstance(module, nn.Embedding) and weight.dims[0] in TP_DIMS:
+        return RowParallelLinear(module, axis) if weight.dims[1] in CUT_BY_1D else ColumnParallelLinear(module)
+    if isinstance(module, nn.Embedding) and weight.dims[0] in CUT_BY_1D:
         rows = dim_range(spec, weight.dims[0], weight.shape[0], axis.size, axis.index)
         return VocabParallelEmbedding(module, axis, *rows)
     return None

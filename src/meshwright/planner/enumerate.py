@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from meshwright.core.axes import DP, MESH_ORDER
+from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Context
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import OF_MICRO_BATCHES, Case, all_degrees, check, divisors, nearest_legal, violations
 from meshwright.core.schedule import Schedule, find_schedule, schedules
@@ -134,7 +135,7 @@ def _search(
 
 
 def _degrees(num_devices: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    for degrees in all_degrees(num_devices):
+    for degrees in all_degrees(num_devices, fix.get("context", Context()).degree):
         if all(fix.get(axis, size) == size for axis, size in degrees.items()):
             yield degrees
 
@@ -151,7 +152,7 @@ def _first_choice(degrees: Mapping[str, int], job: Job, cluster: ClusterSpec, fi
         "num_micro_batches": max(1, per_rank // size),
     }
     first = Strategy.model_validate({**values, **fix}).on(cluster)
-    goes_in_two_levels = cluster.backend == "gloo" and 1 < first.dp_local < first.dp
+    goes_in_two_levels = cluster.backend == "gloo" and 1 < first.dp_local < first.data_ranks
     if goes_in_two_levels and "bucket_bytes" not in fix:
         return first.model_copy(update={"bucket_bytes": SMALL_BUCKET_BYTES})
     return first
@@ -178,7 +179,7 @@ def _choices(
         "zero": _offered_stages(first, fix),
         "recompute": ("none", "full"),
         "keep_gathered": (False, True) if fix.get("zero") == 3 and first.pp == 1 else (False,),
-        "shard_over": ("all", "node") if 1 < _ranks_on_node(first, cluster) < first.dp else ("all",),
+        "shard_over": ("all", "node") if 1 < _ranks_on_node(first, cluster) < first.data_ranks else ("all",),
     }
     options |= {name: (fix[name],) for name in options if name in fix}
     for values in product(*options.values()):
@@ -203,7 +204,7 @@ def _micro_batch_sizes(per_rank: int) -> list[int]:
 def _offered_stages(first: Strategy, fix: Mapping[str, Any]) -> tuple[int, ...]:
     """ZeRO stages. Beside a pipeline 2 and 3 hold no less than 1, or communicate more often: only if asked for."""
     least = _least_stage(fix)
-    if first.dp == 1:
+    if first.data_ranks == 1:
         return (least,)
     if least:
         return tuple(stage for stage in STAGES if stage >= least)
@@ -259,7 +260,7 @@ def _nothing_legal(
         near = nearest_legal(tightest.strategy, model, cluster, job)
         hint = f"; nearest legal: {near.describe()}" if near else "; no split of this job over this cluster is legal"
         return RuleError(f"{_wish(fix)}: {tightest.reason}{hint}", tightest.rule)
-    degrees = {axis: fix.get(axis, 1) for axis in MESH_ORDER}
+    degrees = {axis: fix.get(axis, 1) for axis in (DP, TP, PP)}
     try:
         check(_first_choice(degrees, job, cluster, fix), model, cluster, job)
     except RuleError as error:

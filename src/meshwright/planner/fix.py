@@ -13,6 +13,8 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.values import shortened
 
 FIELDS = tuple(Strategy.model_fields)
+NESTED = ("offload", "tensor", "context")
+"""Fields that are values of several parts."""
 
 
 def parse_fix(texts: Iterable[str]) -> dict[str, Any]:
@@ -32,10 +34,10 @@ def parse_fix(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Lists with commas; what an offload moves as `optimizer:disk,path:/scratch`."""
+    """Lists with commas; values of several parts as `optimizer:disk,path:/scratch`."""
     if name == "layers_per_stage":
         return text.split(",")
-    if name == "offload":
+    if name in NESTED:
         return dict(part.strip().partition(":")[::2] for part in text.split(","))
     return text
 

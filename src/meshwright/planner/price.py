@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.core.axes import DP, PP, TP, rank_of
+from meshwright.core.axes import MESH_ORDER, PP, rank_of
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
@@ -130,12 +130,17 @@ class _Held:
     num_parameters: int
 
 
+def first_of(rank: int) -> dict[str, int]:
+    """Mesh coordinates of the first device of a pipeline rank."""
+    return {**dict.fromkeys(MESH_ORDER, 0), PP: rank}
+
+
 def _held_key(strategy: Strategy, rank: int) -> Key:
     """All that decides what a pipeline rank holds."""
     s = strategy
     by_block = s.zero >= 2
     cut = s.layers_per_stage, s.stage_ranks, s.num_parts
-    return s.dp, s.tp, s.pp, cut, s.bucket_bytes, s.precision, s.tile, by_block, rank
+    return s.dp, s.tp, s.pp, s.tensor, s.sequence, s.context, cut, s.bucket_bytes, s.precision, s.tile, by_block, rank
 
 
 def _once_key(strategy: Strategy, rank: int) -> Key:
@@ -167,7 +172,7 @@ class Pricer:
         return Forecast(
             strategy=strategy,
             memory=breakdown,
-            rank=rank_of({PP: rank, DP: 0, TP: 0}, strategy.sizes),
+            rank=rank_of(first_of(rank), strategy.sizes),
             traffic=self._rank(strategy, rank)[0],
             step_time=step_time(costs, strategy, ends_s),
             usable_memory_bytes=self.cluster.usable_memory_bytes,
@@ -236,14 +241,14 @@ class Pricer:
         key = _once_key(strategy, rank)
         if key not in self._steps:
             held = self._rank_buckets(strategy, rank)
-            self._steps[key] = step_traffic(self.model, strategy, {PP: rank, DP: 0, TP: 0}, held.buckets)
+            self._steps[key] = step_traffic(self.model, strategy, first_of(rank), held.buckets)
         return self._steps[key]
 
     def _rank_buckets(self, strategy: Strategy, rank: int) -> _Held:
         """Buckets of the first device of a pipeline rank: the same whatever its micro-batches and its ZeRO stage."""
         key = _held_key(strategy, rank)
         if key not in self._held:
-            buckets = rank_buckets(self.model, strategy, {PP: rank, DP: 0, TP: 0})
+            buckets = rank_buckets(self.model, strategy, first_of(rank))
             self._held[key] = _Held(buckets, sum(slot.stop - slot.start for b in buckets for slot in b.slots))
         return self._held[key]
 
@@ -262,7 +267,7 @@ class Pricer:
                 self.model,
                 self.job,
                 strategy,
-                {PP: rank, DP: 0, TP: 0},
+                first_of(rank),
                 self._rank_buckets(strategy, rank).buckets,
             )
             for _, rank in sorted(fullest.values(), key=lambda item: item[1])

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.core.axes import DP, PP, TP
+from meshwright.core.axes import PP, is_first_device
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.plan import Plan
 from meshwright.core.program import COMPUTE_KINDS, SEND_KINDS, Action, Kind
@@ -31,7 +31,7 @@ def measured_timeline(plan: Plan, records: Iterable[RankRecord]) -> Timeline:
             f"`meshwright timeline {plan.strategy.schedule}` draws the table"
         )
     program = build_program(plan.strategy)
-    traces = {r.coordinates[PP]: r.trace for r in records if r.coordinates[DP] == 0 and r.coordinates[TP] == 0}
+    traces = {r.coordinates[PP]: r.trace for r in records if is_first_device(r.coordinates)}
     for rank, row in enumerate(program.rows):
         found = [action for action, _, _ in traces.get(rank, ())]
         if found != [str(action) for action in row]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.axes import DP, TP
+from meshwright.core.axes import is_first_device
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic, TrafficRow
 from meshwright.core.plan import Plan
@@ -87,6 +87,6 @@ def _memory(held: MemoryBreakdown, record: RankRecord) -> Iterator[Difference]:
 
 def measured_bubble(records: Iterable[RankRecord]) -> float | None:
     """Idle share of the pipeline's ranks in the measured step: 1 − busy / makespan, over one pipeline."""
-    row = [r for r in records if r.coordinates[DP] == 0 and r.coordinates[TP] == 0]
+    row = [r for r in records if is_first_device(r.coordinates)]
     makespan_s = max(r.pipeline_s for r in row)
     return 1 - sum(r.busy_s for r in row) / (len(row) * makespan_s) if makespan_s else None

@@ -359,6 +359,7 @@ def make_mesh(plan: Plan) -> Mesh:
         strategy.sizes,
         kv_replicas=replicas,
         dp_local=strategy.dp_local,
+        tensor=strategy.grid.axes,
         pp_ends=strategy.end_ranks,
         pp_mirrored=strategy.pipeline_schedule.num_directions > 1,
         ledger=Ledger(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.core.axes import DP, MESH_ORDER, PP
+from meshwright.core.axes import CP, DP, MESH_ORDER, PP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
@@ -43,10 +43,11 @@ def _strategy(planned: Strategy) -> Strategy:
     """Degrees as planned where all ranks fit on one machine, else at most two ranks of every axis."""
     most = max(planned.sizes.values()) if planned.world_size <= MAX_RANKS else 2
     degrees = {axis: min(degree, most) for axis, degree in planned.sizes.items()}
-    if 1 < planned.dp_local < planned.dp:
-        degrees |= {DP: 4, PP: 1}  # two nodes of two
+    if 1 < planned.dp_local < planned.data_ranks:
+        degrees |= {DP: 4, CP: 1, PP: 1}  # two nodes of two
     change = {
-        **degrees,
+        **{axis: degree for axis, degree in degrees.items() if axis != CP},
+        "context": planned.context.model_copy(update={"degree": degrees[CP]}),
         "num_micro_batches": _num_micro_batches(planned, degrees[PP]),
         "micro_batch_size": min(planned.micro_batch_size, 2),
         "precision": "fp64",
@@ -76,7 +77,7 @@ def offloaded_to(plan: Plan, folder: Path | str) -> Plan:
 def _cluster(planned: Strategy, strategy: Strategy) -> ClusterSpec:
     """This machine; where the plan's collectives over dp go in two levels, its ranks stand for those of two nodes."""
     cluster = load_cluster(f"local:{strategy.world_size}")
-    if not 1 < planned.dp_local < planned.dp:
+    if not 1 < planned.dp_local < planned.data_ranks:
         return cluster
     return cluster.model_copy(update={"num_nodes": 2, "devices_per_node": cluster.devices_per_node // 2})
 
