@@ -78,6 +78,17 @@ def _embedding(rows: int, size: int, device: torch.device, dtype: torch.dtype) -
     return _Embedding(rows, size, device=device, dtype=dtype)
 
 
+class AttentionCore(nn.Module):
+    """What attention does without weights: softmax(q·kᵀ/√d)·v under the causal mask. Other cores may take its place.
+
+    q [b, a, s, d] and k, v [b, g, s, d] → [b, a, s, d].
+    """
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads. [b, s, h] → [b, s, h]."""
 
@@ -90,6 +101,7 @@ class Attention(nn.Module):
         self.v = _linear(spec.hidden_size, spec.kv_size, spec.qkv_bias, device, dtype)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.core = AttentionCore()
         self.o = _linear(spec.heads_size, spec.hidden_size, spec.out_bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,9 +111,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             cos, sin = self.rope(x.shape[1], q.device, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        grouped = q.shape[2] != k.shape[2]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [b, heads, s, d]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o(out.transpose(1, 2).flatten(2))
 
 
