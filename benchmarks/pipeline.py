@@ -5,8 +5,9 @@
 
 Both run forwards and backwards of all micro-batches, and forget the gradients of the step before; no optimizer on
 either side. They take turns, step by step, in one process group, on one thread per rank; who is first rotates. Boundary
-messages go over gloo on both sides. Their loss sums over tokens and divides by the step's once, so that neither scales
-gradients afterwards, and they return no outputs. Before anything is measured, losses and gradient norms are compared.
+messages go over gloo on their side, through shared memory on ours. Their loss sums over tokens and divides by the
+step's once, so that neither scales gradients afterwards, and they return no outputs. Before anything is measured,
+losses and gradient norms are compared.
 
     gpipe, 1f1b                ScheduleGPipe, Schedule1F1B
     interleaved-1f1b, bfs      ScheduleInterleaved1F1B, ScheduleLoopedBFS, of two stages per rank
@@ -16,9 +17,9 @@ gradients afterwards, and they return no outputs. Before anything is measured, l
 A model of fewer layers than stages is given as many layers as stages. A micro-batch is one sequence.
 
 A step lasts until its slowest rank has done it. `ratio` is ours / theirs of the same turn (quartiles and median), `cpu`
-the ratio of median processor seconds, summed over ranks. `floor` is the clock's makespan when every action costs the
-median of what it was measured to cost in the turn, and messages nothing; `/ floor` are quartiles of the turns. It is
-there where every rank has a core of its own: bubbles are not seen where ranks share cores.
+the ratio of median processor seconds, summed over ranks. `floor` is the makespan of the table when every action costs
+what it was measured to cost in that very step, and messages and all else nothing; `/ floor` are quartiles of the turns.
+It is there where every rank has a core of its own: bubbles are not seen where ranks share cores.
 
 `--what overhead`: what the interpreter takes by itself, on a model so small that little else is left: the time of a
 row, without what passes inside the parts of the model, the loss, autograd, products of weight gradients, and inside
@@ -56,22 +57,19 @@ from torch.distributed import pipelining as peers  # noqa: TID251 (a peer)
 
 from meshwright.comm import mesh
 from meshwright.comm.collectives import barrier
-from meshwright.core.axes import DP, PP, TP, WORLD
+from meshwright.core.axes import PP, WORLD
 from meshwright.core.batch import MicroBatch
-from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.plan import Plan
-from meshwright.core.program import Action
-from meshwright.core.record import RankRecord
+from meshwright.core.program import COMPUTE_KINDS, INPUT_GRADIENT_KINDS, Action, Kind, Program
 from meshwright.core.schedule import find_schedule
 from meshwright.core.strategy import Strategy
 from meshwright.models import init
 from meshwright.models.build import build
 from meshwright.parallel import pipeline
 from meshwright.parallel.direct import Product
-from meshwright.rehearse.timeline import MeasuredCosts, measured_timeline, traced
 from meshwright.run.engine import Engine
 from meshwright.schedule.build import build_program
-from meshwright.sim.clock import simulate
+from meshwright.schedule.walk import walk
 
 OURS, THEIRS = "ours", "theirs"
 PEERS: dict[str, tuple[type, int]] = {
@@ -222,15 +220,40 @@ def measure_schedule(plan: Plan, world: mesh.Mesh, task: Task) -> Turns:
     return turns
 
 
+class OwnTimes:
+    """A machine for `schedule.walk`: compute actions last as long as they lasted, data crosses at once."""
+
+    def __init__(self, program: Program, traces: Sequence[Trace]) -> None:
+        self._program = program
+        self._lasted_s = {action: end - start for trace in traces for action, start, end in trace}
+        self._done_s: dict[Action, float] = {}
+        self.free_s = [0.0] * program.num_ranks
+
+    def attempt(self, rank: int, action: Action) -> bool:
+        if action.kind in COMPUTE_KINDS:
+            sources = self._sources(action)
+            done = [self._done_s[source] for source in sources if source in self._done_s]
+            if sources and not done:
+                return False
+            self.free_s[rank] = max(self.free_s[rank], *done, 0.0) + self._lasted_s[action]
+            self._done_s[action] = self.free_s[rank]
+        return True
+
+    def _sources(self, action: Action) -> list[Action]:
+        """One of these must be done first; a rank's own order holds the rest."""
+        forward = action.kind is Kind.F
+        near = (self._program.previous_stage if forward else self._program.next_stage)(action.stage)
+        if near is None or action.kind is Kind.W:
+            return []
+        return [Action(kind, near, action.micro_batch) for kind in ((Kind.F,) if forward else INPUT_GRADIENT_KINDS)]
+
+
 def floor_s(plan: Plan, traces: Sequence[Trace]) -> float:
-    """The clock's makespan under the median cost of each action in these rows, one per rank."""
-    nothing = MemoryBreakdown(0, 0, 0, 0, 0)
-    records = [
-        RankRecord(rank, {PP: rank, DP: 0, TP: 0}, nothing, Traffic(), trace=traced(trace, 0.0))
-        for rank, trace in enumerate(traces)
-    ]
-    costs = MeasuredCosts.of(measured_timeline(plan, records))
-    return simulate(build_program(plan.strategy), costs).makespan_s
+    """Makespan of the table under the own time of each action in these rows, one per rank."""
+    program = build_program(plan.strategy)
+    times = OwnTimes(program, traces)
+    walk(program, times)
+    return max(times.free_s)
 
 
 def time_row(plan: Plan, results: Sequence[Turns]) -> list[str]:

@@ -45,6 +45,8 @@ from meshwright.core.axes import (
 from meshwright.core.errors import InputError, RankError
 
 DEFAULT_TIMEOUT_S = 300.0
+MESSAGE_AXES = (PP,)
+"""Axes along which ranks send to each other."""
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint groups of global ranks, in the order in which every rank creates them."""
 
@@ -164,7 +166,7 @@ class Mesh:
             pp_ends: pipeline ranks that hold the two ends of the model (axis `pp_ends`); None: the first and the last.
             pp_mirrored: whether the ranks r and p−1−r of a pipeline hold the same stages (axis `pp_mirror`).
             ledger: where calls are counted; a new one by default.
-            shared_memory: CPU ranks of one host reduce and gather through shared memory, not sockets.
+            shared_memory: CPU ranks of one host reduce, gather and send along `pp` through shared memory, not sockets.
 
         Raises:
             InputError: the product of the sizes is not the number of ranks, an unknown axis, or an axis that cannot
@@ -182,6 +184,9 @@ class Mesh:
             group = groups[ranks]
             transport = transports.setdefault(ranks, _transport(group, device, shared_memory))
             axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, transport, group, device, ledger)
+        for name in MESSAGE_AXES:
+            if isinstance(transport := axes[name].transport, Host):
+                transport.meet_for_messages()
         return cls(rank, full, coordinates_of(rank, full), axes, device, ledger)
 
     def close(self) -> None:

@@ -13,9 +13,10 @@ There are no threads: a started call tells its first round at once, if nothing i
 round, whenever a call of the group is started or waited for. So a rank that computes longer is waited for at the
 second call after its own, not at the first. A socket's bytes cost this rank's own cores more time than that
 (`benchmarks/collectives.py`).
-Messages, broadcasts and exchanges go through gloo, and so does everything if the ranks of the group
-are not all processes of one Linux host. What goes through gloo is posted when it is started, whatever
-memory still waits for: calls across nodes run while those inside a node are waited for.
+Broadcasts and exchanges go through gloo, and so does everything if the ranks of the group are not all processes of one
+Linux host. What goes through gloo is posted when it is started, whatever memory still waits for: calls across nodes run
+while those inside a node are waited for.
+Messages between two ranks of one host go through memory too (`messages`), where the group has met for them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from meshwright.comm.transports.base import Handle, ReduceOp, Splits, Transport
 from meshwright.comm.transports.gloo import SMALL_BYTES, Gloo
+from meshwright.comm.transports.meeting import meet
+from meshwright.comm.transports.messages import Messages
 from meshwright.comm.transports.reduce import reduce_in_order
 from meshwright.comm.transports.segments import SLOT_BYTES, Segments, connect
 
@@ -44,6 +47,13 @@ class Host(Transport):
         self._size, self._index = group.size(), group.rank()
         self._queue: _Queue | None = None
         self._connected = False
+        self._messages: Messages | None = None
+
+    def meet_for_messages(self) -> None:
+        """From here on, messages between ranks of one host go through memory. Collective over the group."""
+        if self._messages is None:
+            sockets, _ = meet(self._group, self._timeout_s)
+            self._messages = Messages(dist.get_process_group_ranks(self._group), sockets, self._timeout_s)
 
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
         if x.nbytes <= SMALL_BYTES:
@@ -72,9 +82,15 @@ class Host(Transport):
         return self._gloo.barrier()
 
     def send(self, x: Tensor, to: int, tag: int) -> Handle:
+        messages = self._messages
+        if messages is not None and messages.reaches(to):
+            return messages.send(x, to, tag)
         return self._gloo.send(x, to, tag)
 
     def recv(self, out: Tensor, source: int, tag: int) -> Handle:
+        messages = self._messages
+        if messages is not None and messages.reaches(source):
+            return messages.recv(out, source, tag)
         return self._gloo.recv(out, source, tag)
 
     def _start(self, rounds: Callable[[Segments], Rounds], over_gloo: Callable[[], Handle]) -> Handle:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from meshwright.comm.transports.meeting import Sockets, make_memory, map_memory, meet
 
 SLOT_BYTES = 4 << 20
 _NUM_SLOTS = 2
@@ -29,7 +27,7 @@ class Segments:
         index: int,
         ranks: Sequence[int],
         memory: Sequence[Tensor],
-        sockets: dict[int, socket.socket],
+        sockets: Sockets,
         timeout_s: float,
     ) -> None:
         self._index, self._ranks, self._memory = index, ranks, memory
@@ -112,68 +110,20 @@ class Segments:
 def connect(group: dist.ProcessGroup, timeout_s: float) -> Segments | None:
     """Set up the segments of a group; None if its ranks are not all processes of one Linux host.
 
-    Collective over the group: all ranks get segments, or none does. Addresses are names in the kernel
-    and segments are passed as descriptors, so that nothing is left behind however a process ends. Such
-    names belong to a network namespace: ranks in two of them, as in two containers with networks of their
-    own, find each other over the network alone, whatever machine they share.
+    Collective over the group: all ranks get segments, or none does.
     """
-    index, size = group.rank(), group.size()
-    token = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
-    dist.broadcast(token, group=group, group_src=0)
-    addresses = [f"\0meshwright-{bytes(token.tolist()).hex()}-{rank}" for rank in range(size)]
-    with contextlib.ExitStack() as opened:
-        listener = _listen(addresses[index], size, timeout_s)
-        if listener is not None:
-            opened.enter_context(listener)
-        if not _all_agree(group, listener is not None):
-            return None
-        assert listener is not None
-        sockets = {rank: _dial(addresses[rank], index, timeout_s) for rank in range(index)}
-        if not _all_agree(group, None not in sockets.values()):
-            return None
-        for _ in range(index + 1, size):
-            peer, _ = listener.accept()
-            peer.settimeout(timeout_s)
-            sockets[_TURN.unpack(peer.recv(_TURN.size))[0]] = peer
-    connected = {rank: peer for rank, peer in sockets.items() if peer is not None}
+    sockets, complete = meet(group, timeout_s)
+    if not complete:
+        for peer in sockets.values():
+            peer.close()
+        return None
     ranks = dist.get_process_group_ranks(group)
-    return Segments(index, ranks, _exchange_memory(index, size, connected), connected, timeout_s)
+    return Segments(group.rank(), ranks, _exchange_memory(group.rank(), group.size(), sockets), sockets, timeout_s)
 
 
-def _all_agree(group: dist.ProcessGroup, mine: bool) -> bool:
-    flag = torch.tensor([int(mine)])
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-    return bool(flag.item())
-
-
-def _listen(address: str, size: int, timeout_s: float) -> socket.socket | None:
-    """None where the system has no such sockets."""
-    if sys.platform != "linux":
-        return None
-    listener = socket.socket(socket.AF_UNIX)
-    listener.settimeout(timeout_s)
-    listener.bind(address)
-    listener.listen(size)
-    return listener
-
-
-def _dial(address: str, index: int, timeout_s: float) -> socket.socket | None:
-    """Connect, and say who calls. None where nobody of this host listens."""
-    peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(timeout_s)
-    try:
-        peer.connect(address)
-    except OSError:
-        peer.close()
-        return None
-    peer.sendall(_TURN.pack(index))
-    return peer
-
-
-def _exchange_memory(index: int, size: int, sockets: dict[int, socket.socket]) -> list[Tensor]:
-    """Make this rank's segment, pass it to every peer, and map theirs. Pages exist once they are used."""
-    own = os.memfd_create("meshwright")
-    os.ftruncate(own, _NUM_SLOTS * SLOT_BYTES)
+def _exchange_memory(index: int, size: int, sockets: Sockets) -> list[Tensor]:
+    """Make this rank's segment, pass it to every peer, and map theirs."""
+    own = make_memory(_NUM_SLOTS * SLOT_BYTES)
     for peer in sockets.values():
         socket.send_fds(peer, [b"m"], [own])
     descriptors = {index: own}
@@ -182,11 +132,4 @@ def _exchange_memory(index: int, size: int, sockets: dict[int, socket.socket]) -
         if not received:
             raise RuntimeError(f"the process at position {rank} of the group has ended")
         descriptors[rank] = received[0]
-    return [_map(descriptors[rank]) for rank in range(size)]
-
-
-def _map(descriptor: int) -> Tensor:
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, _NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
+    return [map_memory(descriptors[rank], _NUM_SLOTS * SLOT_BYTES) for rank in range(size)]
