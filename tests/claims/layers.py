@@ -18,7 +18,7 @@ PARAMETERS = {p.name: p for p in LLAMA.parameters()}
 def shapes(name: str) -> Answer:
     """A weight of the first layer, stored [out, in], whole and on one of 8 ranks."""
     param = PARAMETERS[f"layers.0.{name}.weight"]
-    return {"whole [out, in]": param.shape, "of 8": param_box(LLAMA, param, 8, 0).sizes}
+    return {"whole [out, in]": param.shape, "of 8": param_box(LLAMA, param, Strategy(tp=8).grid, 0).sizes}
 
 
 def all_reduces(part: str, measured: Answer) -> Answer:
@@ -28,7 +28,10 @@ def all_reduces(part: str, measured: Answer) -> Answer:
 
 def heads() -> Answer:
     def local(name: str, tp: int) -> int:
-        return param_box(LLAMA, PARAMETERS[f"layers.0.attention.{name}.weight"], tp, 0).sizes[0] // LLAMA.head_dim
+        return (
+            param_box(LLAMA, PARAMETERS[f"layers.0.attention.{name}.weight"], Strategy(tp=tp).grid, 0).sizes[0]
+            // LLAMA.head_dim
+        )
 
     job = Job(seq_length=4096, global_batch_size=1)
     broken = violations(Strategy(tp=3), LLAMA, load_cluster("3xh100"), job)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa:
 from meshwright.core.axes import DP
 from meshwright.core.errors import InputError
 from meshwright.core.placement import param_box
+from meshwright.core.strategy import Strategy
 from meshwright.models import hf
 from meshwright.run.engine import Engine
 from meshwright.train.data import PackedDataset
@@ -129,7 +130,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_saved_unpadded(ranks, tmp_path,
     hf.export(tmp_path / "hf", model, whole.items())
     with hf.HFCheckpoint(tmp_path / "hf", model) as exported:
         for param in model.parameters():
-            assert torch.equal(exported.read(param, param_box(model, param, 1, 0)), whole[param.name])
+            assert torch.equal(exported.read(param, param_box(model, param, Strategy().grid, 0)), whole[param.name])
 
 
 def seen_samples(data: PackedDataset, plan_dp: int, steps: range) -> list[bytes]:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.core.errors import CheckpointError, UnsupportedError
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.placement import Box, param_box
+from meshwright.core.strategy import Strategy
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint, export, load
 from tests.models.tiny import SPECS, random_model, random_tokens
@@ -104,7 +105,7 @@ def test_boxes_are_parts_of_the_whole(tmp_path, name):
     with HFCheckpoint(tmp_path / "out", spec) as checkpoint:
         for param in spec.parameters():
             for index in range(2):
-                box = param_box(spec, param, 2, index)
+                box = param_box(spec, param, Strategy(tp=2).grid, index)
                 assert torch.equal(checkpoint.read(param, box), weights[param.name][box.slices]), param.name
             inner = Box(tuple(n // 4 for n in param.shape), tuple(n // 2 for n in param.shape))
             assert torch.equal(checkpoint.read(param, inner), weights[param.name][inner.slices]), param.name

@@ -7,6 +7,7 @@ import torch
 
 from meshwright.core.model import ParamSpec
 from meshwright.core.placement import Box, param_box
+from meshwright.core.strategy import Strategy
 from meshwright.models.build import build
 from meshwright.models.init import TILE, initial_box, initial_std, initialize
 from tests.models.tiny import SPECS
@@ -39,7 +40,7 @@ def test_tensor_parallel_boxes_are_parts_of_the_whole(tp):
     for param in SPECS["gpt2"].parameters():
         full = initial_box(param, SPECS["gpt2"], whole(param), seed=0)
         for index in range(tp):
-            box = param_box(SPECS["gpt2"], param, tp, index)
+            box = param_box(SPECS["gpt2"], param, Strategy(tp=tp).grid, index)
             assert torch.equal(initial_box(param, SPECS["gpt2"], box, seed=0), full[box.slices])
 
 
