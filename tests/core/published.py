@@ -131,6 +131,46 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         ),
         46_702_792_704,
     ),
+    "qwen1.5-moe-a2.7b": (
+        _other(
+            "qwen2_moe",
+            _llama(2048, 5632, 24, 16, 16, 151936, 8192, rope_parameters=_rope(1e6)),
+            rms_norm_eps=1e-6,
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+        ),
+        14_315_784_192,
+    ),
+    "qwen3-30b-a3b": (
+        _other(
+            "qwen3_moe",
+            _llama(2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128, rope_parameters=_rope(1e6)),
+            rms_norm_eps=1e-6,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+        30_532_122_624,
+    ),
+    "dots.llm1": (
+        _other(
+            "dots1",
+            _llama(4096, 10944, 62, 32, 32, 152064, 32768, rope_parameters=_rope(1e7)),
+            n_routed_experts=128,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1408,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            sliding_window=4096,
+            max_window_layers=62,
+        ),
+        142_774_373_888,
+    ),
     "bloom-176b": (
         {
             "model_type": "bloom",

@@ -16,7 +16,9 @@ from meshwright.cost.activations import (
 from meshwright.cost.memory import activations_bytes
 from tests.models.tiny import SPECS, random_model, random_tokens
 
-ALL = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+EXACT = {name: spec for name, spec in SPECS.items() if spec.gate.capacity_factor is None}
+"""Where experts have a capacity, what they keep depends on what is dropped."""
+ALL = pytest.mark.parametrize("spec", EXACT.values(), ids=EXACT.keys())
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 B, S = 3, 43
 
@@ -44,7 +46,7 @@ def test_a_layer_keeps_what_is_forecast(spec, precision):
     model(random_tokens(spec, B, S))  # makes the rotary tables
     x = torch.randn(B, S, spec.hidden_size, dtype=DTYPES[precision], requires_grad=True)
     measured = kept_bytes(model, lambda: model.layers["1"](x)) - weight_copies(spec, precision, 2)
-    assert total_bytes(layer_terms(spec, Strategy(precision=precision), B, S)) == measured
+    assert total_bytes(layer_terms(spec, Strategy(precision=precision), B, S, 1)) == measured
 
 
 @ALL
@@ -55,12 +57,27 @@ def test_a_model_keeps_what_is_forecast(spec, precision):
     model(random_tokens(spec, B, S))
     terms = [
         *embedding_terms(spec, strategy, B, S),
-        *(spec.num_layers * layer_terms(spec, strategy, B, S)),
+        *(term for layer in range(spec.num_layers) for term in layer_terms(spec, strategy, B, S, layer)),
         *head_terms(spec, strategy, B, S),
     ]
     tokens = random_tokens(spec, B, S)
     measured = kept_bytes(model, lambda: model(tokens)) - weight_copies(spec, precision, 2 * spec.num_layers + 1)
     assert total_bytes(terms) - B * S == measured
+
+
+def test_with_a_capacity_the_forecast_is_what_full_experts_keep():
+    spec = SPECS["switch"]
+    model = random_model(spec)
+    model(random_tokens(spec, B, S))
+    x = torch.randn(B, S, spec.hidden_size, requires_grad=True)
+    forecast = total_bytes(layer_terms(spec, Strategy(), B, S, 1))
+    assert kept_bytes(model, lambda: model.layers["1"](x)) < forecast
+    with torch.no_grad():
+        model.layers["1"].mlp.router.weight.zero_()  # all to the first, which takes its capacity
+    room = spec.gate.capacity(S, spec.num_experts, 1)
+    per_row = 8 + 4 * (2 * spec.hidden_size + 2 * spec.ffn_size)
+    measured = kept_bytes(model, lambda: model.layers["1"](x))
+    assert forecast - measured == B * (S - room) * per_row
 
 
 def test_other_activations_keep_what_is_forecast():

@@ -128,7 +128,6 @@ def test_too_long_sequences_are_refused():
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"num_experts": 4, "experts_per_token": 2}, "mixture of experts"),
         ({"positions": "alibi"}, "ALiBi"),
         ({"embedding_norm": True}, "norm after the embedding"),
     ],

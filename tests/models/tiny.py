@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from meshwright.core.model import ModelSpec, RopeScaling
+from meshwright.core.router import RouterSpec
 from meshwright.models.build import build
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import initialize
@@ -41,6 +42,10 @@ _GPT2: dict[str, Any] = _LLAMA | {
     "tied_embeddings": True,
 }
 _SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24}
+_SIGMOID = RouterSpec(
+    score="sigmoid", renormalise="before_drop", bias=True, scale=2.5, num_groups=4, groups_per_token=2
+)  # fmt: skip
 _BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 
 SPECS = {
@@ -54,8 +59,29 @@ SPECS = {
         ModelSpec(name="mistral", family="mistral", **_LLAMA, sliding_window=48),
         ModelSpec(name="qwen2", family="qwen2", **_LLAMA, qkv_bias=True, tied_embeddings=True),
         ModelSpec(name="qwen3-wide-heads", family="qwen3", **_LLAMA | {"head_dim": 16}, qk_norm=True),
+        ModelSpec(
+            name="mixtral", family="mixtral", **_LLAMA, num_experts=4, experts_per_token=2,
+            router=RouterSpec(renormalise="before_drop"),
+        ),
+        ModelSpec(
+            name="qwen2-moe", family="qwen2_moe", **_LLAMA, **_EXPERTS, qkv_bias=True, shared_ffn_size=20,
+            shared_gate=True, router=RouterSpec(),
+        ),
+        ModelSpec(
+            name="qwen3-moe", family="qwen3_moe", **_LLAMA, **_EXPERTS, qk_norm=True, dense_layers=(1,),
+            router=RouterSpec(renormalise="before_drop"),
+        ),
+        ModelSpec(
+            name="dots", family="dots1", **_LLAMA, **_EXPERTS, qk_norm=True, dense_layers=(0,), shared_ffn_size=48,
+            router=_SIGMOID,
+        ),
+        ModelSpec(name="deepseek", family="deepseek", **_LLAMA, **_EXPERTS, shared_ffn_size=24, router=RouterSpec()),
+        ModelSpec(
+            name="switch", family="mixture", **_LLAMA | {"activation": "gelu", "gated_mlp": False}, num_experts=4,
+            experts_per_token=1, dense_layers=(0,), router=RouterSpec(capacity_factor=1.25),
+        ),
     )
-}
+}  # fmt: skip
 
 
 def random_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
@@ -67,6 +93,9 @@ def random_model(spec: ModelSpec, dtype: torch.dtype = torch.float32, seed: int 
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        for name, values in model.stored():
+            if name.endswith("router.bias"):
+                values += 0.2 * torch.randn(values.shape, generator=generator)
     return model
 
 

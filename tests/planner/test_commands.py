@@ -134,6 +134,7 @@ def test_every_preset_can_be_planned(capsys):
 
     few = ["--fix", "dp=8", "--fix", "micro_batch_size=1", "--recompute", "full", "--schedule", "1f1b", "--zero", "1"]
     for name in model_names():
-        devices = "64x8xh100" if any(size in name for size in ("405b", "175b", "176b")) else "8x8xh100"
+        devices = "64x8xh100" if any(size in name for size in ("405b", "175b", "176b", "dots")) else "8x8xh100"
+        devices = "256x8xh100" if name.startswith(("glam", "gshard")) else devices
         assert main(["plan", name, devices, "--seq", "512", "--batch", "512", *few]) == 0
         assert "is the fastest of" in capsys.readouterr().out

@@ -24,6 +24,5 @@ def export_command(
     folder = RunFolder(run)
     model = restore_plain(folder)
     tokenizer = {name: (folder.data / name).read_bytes() for name in TOKENIZER_FILES if (folder.data / name).exists()}
-    parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    export(to, model.spec, parameters, extra_files=tokenizer)
+    export(to, model.spec, model.stored(), extra_files=tokenizer)
     typer.echo(f"written to {to}: load it with transformers' AutoModelForCausalLM.from_pretrained")

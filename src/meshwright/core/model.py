@@ -16,13 +16,27 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.router import RouterSpec
 from meshwright.core.units import counted
 from meshwright.core.values import MAX_SIZE, Value
 
 MAX_LAYERS = 100_000
-"""Layers, or of a mixture layers × experts: each has its own parameters in the table."""
+"""Layers, or of a mixture layers × experts."""
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "bloom"]
+Family = Literal[
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek",
+    "dots1",
+    "mixture",
+    "bloom",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +46,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
-    """Name of each dim: vocab, position, embed, heads, kv_heads, head_dim, ffn, experts."""
+    """Name of each dim: vocab, position, embed, heads, kv_heads, head_dim, ffn, experts, logits (of a router), one."""
     part: str
     """embedding, attention, mlp, norm, router or head."""
     layer: int | None
@@ -66,7 +80,7 @@ class ModelSpec(Value):
     """Fewer than `num_heads` where queries share keys and values; divides them."""
     head_dim: int = Field(gt=0, le=MAX_SIZE)
     ffn_size: int = Field(gt=0, le=MAX_SIZE)
-    """Inner width of the MLP, of one expert in a mixture."""
+    """Inner width of the MLP; in a mixture of each expert too, where they have no `expert_ffn_size`."""
     max_positions: int = Field(gt=0, le=MAX_SIZE)
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -91,6 +105,18 @@ class ModelSpec(Value):
     num_experts: int = Field(default=0, ge=0)
     """Of a layer; 0 for a dense model."""
     experts_per_token: int = Field(default=0, ge=0)
+    expert_ffn_size: int | None = Field(default=None, gt=0, le=MAX_SIZE)
+    """Inner width of one expert; None: `ffn_size`."""
+    gated_experts: bool | None = None
+    """Whether experts are gated; None: as `gated_mlp` says."""
+    shared_ffn_size: int | None = Field(default=None, gt=0, le=MAX_SIZE)
+    """Inner width of the experts that every token passes, all together; None: there are none."""
+    shared_gate: bool | None = None
+    """Whether the shared experts' output is multiplied by a sigmoid of the token."""
+    dense_layers: tuple[int, ...] | None = None
+    """Layers of a mixture that have a plain MLP instead of experts."""
+    router: RouterSpec | None = None
+    """How tokens find their experts; None: the defaults, or no experts."""
     initializer_std: float = Field(default=0.02, ge=0)
 
     @model_validator(mode="after")
@@ -103,9 +129,55 @@ class ModelSpec(Value):
             raise ValueError(f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}")
         if self.num_layers * self.num_experts > MAX_LAYERS:
             raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts: at most {MAX_LAYERS:,} together")
+        self._check_experts()
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs")
         return self
+
+    def _check_experts(self) -> None:
+        own = ("expert_ffn_size", "gated_experts", "shared_ffn_size", "shared_gate", "dense_layers", "router")
+        given = [name for name in own if getattr(self, name) is not None]
+        if not self.num_experts:
+            if given:
+                raise ValueError(f"{given[0]} is for mixtures of experts; set num_experts and experts_per_token")
+            return
+        if self.mlp_bias:
+            raise ValueError("mlp_bias with experts: experts have no biases")
+        if self.shared_gate and not self.shared_ffn_size:
+            raise ValueError("shared_gate needs shared_ffn_size")
+        dense = list(self.dense_layers or ())
+        if not all(0 <= layer < self.num_layers for layer in dense):
+            raise ValueError(f"dense_layers {dense}: layers go from 0 to {self.num_layers - 1}")
+        if dense != sorted(set(dense)) or len(dense) == self.num_layers:
+            raise ValueError("dense_layers must ascend, each once, and leave a layer of experts")
+        groups, per_group = self.gate.num_groups, self.num_experts // self.gate.num_groups
+        if self.num_experts % groups or self.gate.groups_per_token * per_group < self.experts_per_token:
+            raise ValueError(
+                f"num_groups {groups} must divide num_experts {self.num_experts}, and groups_per_token "
+                f"{self.gate.groups_per_token} of them must hold experts_per_token {self.experts_per_token}"
+            )
+
+    @property
+    def gate(self) -> RouterSpec:
+        """`router`, or the defaults."""
+        return self.router or RouterSpec()
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of one expert."""
+        return self.expert_ffn_size or self.ffn_size
+
+    @property
+    def has_gated_experts(self) -> bool:
+        return self.gated_mlp if self.gated_experts is None else self.gated_experts
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.num_experts > 0 and layer not in (self.dense_layers or ())
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return self.num_layers - len(self.dense_layers or ()) if self.num_experts else 0
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse sequences that the model cannot take.
@@ -142,6 +214,15 @@ class ModelSpec(Value):
         """Every logical parameter once, in forward order. A tied head has no entry of its own."""
         return self._table
 
+    def router_biases(self) -> tuple[ParamSpec, ...]:
+        """What a gate with a bias keeps besides its parameters: [E] of each layer of experts, fp32, moved by no
+        gradient. A checkpoint holds them too."""
+        if not (self.num_experts and self.gate.bias):
+            return ()
+        layers = (layer for layer in range(self.num_layers) if self.is_sparse(layer))
+        shape = (self.num_experts,)
+        return tuple(ParamSpec(f"layers.{i}.mlp.router.bias", shape, ("logits",), "router", i) for i in layers)
+
     @property
     def num_parameters(self) -> int:
         return sum(p.numel for p in self.parameters())
@@ -151,7 +232,7 @@ class ModelSpec(Value):
         """Parameters that one token uses: of the experts, `experts_per_token` of them."""
         if not self.num_experts:
             return self.num_parameters
-        experts = sum(p.numel for p in self.parameters() if ".experts." in p.name)
+        experts = sum(p.numel for p in self.parameters() if "experts" in p.dims)
         return self.num_parameters - experts + experts * self.experts_per_token // self.num_experts
 
 
@@ -181,12 +262,29 @@ def _attention(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
     yield from _linear(f"{at}.o", embed, heads, spec.out_bias, "attention", layer)
 
 
-def _mlp(spec: ModelSpec, at: str, layer: int) -> Iterator[ParamSpec]:
-    embed, ffn = ("embed", spec.hidden_size), ("ffn", spec.ffn_size)
+def _mlp(spec: ModelSpec, at: str, layer: int, ffn_size: int) -> Iterator[ParamSpec]:
+    embed, ffn = ("embed", spec.hidden_size), ("ffn", ffn_size)
     if spec.gated_mlp:
         yield from _linear(f"{at}.gate", ffn, embed, spec.mlp_bias, "mlp", layer)
     yield from _linear(f"{at}.up", ffn, embed, spec.mlp_bias, "mlp", layer)
     yield from _linear(f"{at}.down", embed, ffn, spec.mlp_bias, "mlp", layer)
+
+
+def _experts(spec: ModelSpec, at: str, layer: int) -> Iterator[ParamSpec]:
+    """Router, then each matrix of all experts as one parameter, then what every token passes."""
+    h, f, num = spec.hidden_size, spec.expert_size, spec.num_experts
+    embed, experts = ("embed", h), ("experts", num)
+    yield from _linear(f"{at}.router", ("logits", num), embed, False, "router", layer)
+    if spec.gate.noise == "gaussian":
+        yield from _linear(f"{at}.router.noise", ("logits", num), embed, False, "router", layer)
+    for name in ("gate", "up") if spec.has_gated_experts else ("up",):
+        dims = (experts[0], "ffn", embed[0])
+        yield ParamSpec(f"{at}.experts.{name}.weight", (num, f, h), dims, "mlp", layer)
+    yield ParamSpec(f"{at}.experts.down.weight", (num, h, f), (experts[0], embed[0], "ffn"), "mlp", layer)
+    if spec.shared_ffn_size:
+        yield from _mlp(spec, f"{at}.shared", layer, spec.shared_ffn_size)
+    if spec.shared_gate:
+        yield from _linear(f"{at}.shared_gate", ("one", 1), embed, False, "router", layer)
 
 
 def _layer(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
@@ -194,13 +292,10 @@ def _layer(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
     yield from _norm(spec, f"{at}.attention_norm", layer)
     yield from _attention(spec, layer)
     yield from _norm(spec, f"{at}.mlp_norm", layer)
-    if not spec.num_experts:
-        yield from _mlp(spec, f"{at}.mlp", layer)
-        return
-    embed, experts = ("embed", spec.hidden_size), ("experts", spec.num_experts)
-    yield from _linear(f"{at}.mlp.router", experts, embed, False, "router", layer)
-    for expert in range(spec.num_experts):
-        yield from _mlp(spec, f"{at}.mlp.experts.{expert}", layer)
+    if spec.is_sparse(layer):
+        yield from _experts(spec, f"{at}.mlp", layer)
+    else:
+        yield from _mlp(spec, f"{at}.mlp", layer, spec.ffn_size)
 
 
 def _parameters(spec: ModelSpec) -> Iterator[ParamSpec]:

@@ -11,6 +11,8 @@ Per layer and token, in elements (h hidden, a query heads, g key/value heads, d 
     log-sum-exp of the scores       a/t, at least fp32
     gate, up, product               3f/t; plain MLP: 2f/t (before and after the activation)
 
+    experts instead of an MLP       1h + E logits + k·(2h + 3f/t) and a few numbers; with the shared experts' 3f/t
+
 with RMSNorm and SwiGLU:  4h + 2(a+g)d/t + 3f/t + a/t + 2. Biases, rotary positions and dropout (there is none) add
 nothing; a score matrix s² is never kept (flash attention). Tensors of hidden size are whole on every tp rank: the input
 of a column-parallel region is not copied, and the all-reduced output is kept by nobody.
@@ -24,7 +26,7 @@ Source: Korthikanti et al. 2022 §4.1, redone for RMSNorm, SwiGLU, grouped heads
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
@@ -57,6 +59,8 @@ class _Sizes:
     kv_heads: int
     head_dim: int
     ffn: int
+    expert_ffn: int
+    shared_ffn: int
     vocab: int
     element_bytes: int
     statistic_bytes: int
@@ -81,6 +85,8 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
         kv_heads=local("kv_heads", spec.kv_size) // spec.head_dim,
         head_dim=spec.head_dim,
         ffn=local("ffn", spec.ffn_size),
+        expert_ffn=local("ffn", spec.expert_size),
+        shared_ffn=local("ffn", spec.shared_ffn_size or 0),
         vocab=local("vocab", spec.vocab_size),
         element_bytes=strategy.recipe.parameter_bytes,
         statistic_bytes=strategy.recipe.statistic_bytes,
@@ -93,32 +99,61 @@ def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[ByteTerm]:
 
 
 def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
-    terms = [z.kept("mlp input", z.hidden)]
-    if not spec.gated_mlp:
-        terms += [z.kept("up", z.ffn), z.kept("activated", z.ffn)]
-    else:
-        terms += [z.kept("gate", z.ffn), z.kept("up", z.ffn), z.kept("product", z.ffn)]
-        terms += [] if spec.activation == "silu" else [z.kept("activated gate", z.ffn)]
-    return _expert_terms(spec, z, terms) if spec.num_experts else terms
+    return [z.kept("mlp input", z.hidden), *_inner_terms(spec, z, z.ffn, spec.gated_mlp)]
 
 
-def _expert_terms(spec: ModelSpec, z: _Sizes, one: list[ByteTerm]) -> list[ByteTerm]:
-    """Router input and scores, then all of one expert, its copy of the input included, for each expert of a token.
+def _inner_terms(spec: ModelSpec, z: _Sizes, ffn: int, is_gated: bool) -> list[ByteTerm]:
+    """Between the first and the last product of an MLP."""
+    if not is_gated:
+        return [z.kept("up", ffn), z.kept("activated", ffn)]
+    terms = [z.kept("gate", ffn), z.kept("up", ffn), z.kept("product", ffn)]
+    return terms if spec.activation == "silu" else [*terms, z.kept("activated gate", ffn)]
 
-    A forecast only: mixtures of experts are not built yet, so that nothing is counted against it.
-    """
-    router = [z.kept("router input", z.hidden), z.statistics("router scores", spec.num_experts)]
-    return [*router, *(ByteTerm(f"experts' {term.name}", term.bytes * spec.experts_per_token) for term in one)]
+
+def expert_rows(spec: ModelSpec, b: int, s: int) -> int:
+    """Rows that pass the experts of a layer of `b` sequences of `s` tokens, if their loads are even."""
+    gate, k = spec.gate, spec.experts_per_token
+    if gate.chooses == "tokens" and gate.capacity_factor is None:
+        return b * s * k
+    return b * min(s * (k if gate.chooses == "tokens" else spec.num_experts),
+                   spec.num_experts * gate.capacity(s, spec.num_experts, k))  # fmt: skip
 
 
-def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+def _expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
+    """Router, rows by expert with what is inside and behind the experts, shared experts."""
+    rows = replace(z, tokens=expert_rows(spec, b, s))
+    is_whole = spec.gate.chooses == "tokens" and spec.gate.capacity_factor is None
+    choices = z.tokens * (spec.experts_per_token if spec.gate.chooses == "tokens" else spec.num_experts)
+    inside = _inner_terms(spec, rows, z.expert_ffn, spec.has_gated_experts)
+    terms = [
+        z.kept("mlp input", z.hidden),
+        z.statistics("router logits", spec.num_experts),
+        ByteTerm("choices", choices * _INDEX_BYTES),
+        ByteTerm("weights of choices", choices * z.statistic_bytes),
+        ByteTerm("order of rows", rows.tokens * _INDEX_BYTES),
+        ByteTerm("rows of tokens", choices * _INDEX_BYTES) if is_whole else ByteTerm("kept flags", choices),
+        rows.kept("rows", z.hidden),
+        *(ByteTerm(f"experts' {term.name}", term.bytes) for term in inside),
+        rows.kept("experts' output", z.hidden),
+    ]
+    if spec.shared_ffn_size:
+        shared = _inner_terms(spec, z, z.shared_ffn, spec.gated_mlp)
+        terms += [ByteTerm(f"shared experts' {term.name}", term.bytes) for term in shared]
+    if spec.shared_gate:
+        terms += [z.kept("shared experts' output", z.hidden), z.kept("shared gate", 1)]
+    return terms
+
+
+def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
     """What one layer keeps of one micro-batch on one rank when nothing is recomputed.
 
     Args:
-        spec: the model; of a mixture, experts are taken to be evenly loaded.
+        spec: the model; of a mixture, experts are taken to be evenly loaded. On one process, without a capacity, it
+            keeps as much whatever their loads. Noise of a gate is not counted.
         strategy: read for tp and precision.
         b: sequences of the micro-batch.
         s: tokens of a sequence.
+        layer: which; all are alike but for a mixture's dense ones.
     """
     z = _sizes(spec, strategy, b, s)
     q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
@@ -136,23 +171,23 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Byt
         z.kept("attention output", q),
         z.statistics("log-sum-exp", z.heads),
         *_norm_terms(spec, z, "mlp norm"),
-        *_mlp_terms(spec, z),
+        *(_expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _mlp_terms(spec, z)),
     ]
 
 
-def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
     """What one layer keeps from its forward to its backward: its input alone under full recompute.
 
     Under full recompute the terms of :func:`layer_terms`, less that input, live besides for the one layer whose
     backward runs. Source: Chen et al. 2016.
     """
     if strategy.recompute == "none":
-        return layer_terms(spec, strategy, b, s)
+        return layer_terms(spec, strategy, b, s, layer)
     z = _sizes(spec, strategy, b, s)
     return [z.kept("layer input", z.hidden)]
 
 
-def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
     """What one layer keeps of one micro-batch from I to W, where a schedule runs them apart: of each linear layer its
     input and the gradient of its output. No less than :func:`layer_terms`, but for statistics.
 
@@ -160,16 +195,28 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -
     """
     z = _sizes(spec, strategy, b, s)
     q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
-    mlp = [z.kept("mlp input", z.hidden), z.kept("down input", z.ffn), z.kept("gradient of up", z.ffn)]
-    mlp += [z.kept("gradient of gate", z.ffn)] if spec.gated_mlp else []
     return [
         z.kept("attention input", z.hidden),
         z.kept("gradients of q, k and v", q + 2 * kv),
         z.kept("attention output", q),
         z.kept("gradient of o", z.hidden),
-        *(_expert_terms(spec, z, mlp) if spec.num_experts else mlp),
-        z.kept("gradient of down", z.hidden),
+        *(_postponed_expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _postponed_mlp_terms(spec, z, z.ffn)),
     ]
+
+
+def _postponed_mlp_terms(spec: ModelSpec, z: _Sizes, ffn: int) -> list[ByteTerm]:
+    inner = [z.kept("down input", ffn), z.kept("gradient of up", ffn), z.kept("gradient of down", z.hidden)]
+    gate = [z.kept("gradient of gate", ffn)] if spec.gated_mlp else []
+    return [z.kept("mlp input", z.hidden), *inner, *gate]
+
+
+def _postponed_expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
+    """The router's gradient is a part of I."""
+    rows = replace(z, tokens=expert_rows(spec, b, s))
+    inner = _postponed_mlp_terms(spec.model_copy(update={"gated_mlp": spec.has_gated_experts}), rows, z.expert_ffn)
+    shared = _postponed_mlp_terms(spec, z, z.shared_ffn) if spec.shared_ffn_size else []
+    return [ByteTerm(f"{whose} {term.name}", term.bytes)
+            for whose, terms in (("experts'", inner), ("shared experts'", shared)) for term in terms]  # fmt: skip
 
 
 def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:

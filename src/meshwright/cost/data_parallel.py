@@ -110,7 +110,7 @@ def _replica_terms(model: ModelSpec, job: Job, strategy: Strategy, sequences: in
     alone = Strategy(precision=strategy.precision)
     b, s = sequences, job.seq_length
     ids = [term for term in embedding_terms(model, alone, b, s) if term.name != "ids of other ranks"]
-    layers = model.num_layers * layer_terms(model, alone, b, s)
+    layers = [term for layer in range(model.num_layers) for term in layer_terms(model, alone, b, s, layer)]
     return [*ids, *layers, *head_terms(model, alone, b, s)]
 
 

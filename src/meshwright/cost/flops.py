@@ -14,7 +14,7 @@ appendix B (model FLOPs utilisation).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.core.job import Job
@@ -45,7 +45,9 @@ def total_flops(terms: Iterable[FlopTerm]) -> int:
     return sum(term.flops for term in terms)
 
 
-def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = False, tp: int = 1) -> tuple[FlopTerm, ...]:
+def layer_forward_terms(
+    spec: ModelSpec, seq_length: int, *, causal: bool = False, tp: int = 1, layer: int = 0
+) -> tuple[FlopTerm, ...]:
     """Forward FLOPs of one layer for one token, on rank 0 of a tp axis (which holds the largest pieces).
 
     Args:
@@ -54,13 +56,11 @@ def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = Fals
         causal: count half of the score matrix, as kernels with a causal mask compute it.
         tp: size of the tensor-parallel axis. Key and value projections are repeated where tp exceeds the key/value
             heads; the router always is.
+        layer: which; all are alike but for a mixture's dense ones.
     """
     h = spec.hidden_size
     heads = largest_part(spec, "heads", spec.heads_size, tp)
     kv = largest_part(spec, "kv_heads", spec.kv_size, tp)
-    ffn = largest_part(spec, "ffn", spec.ffn_size, tp)
-    matrices = 3 if spec.gated_mlp else 2
-    experts = spec.experts_per_token or 1
     score = 2 * heads * seq_length // (2 if causal else 1)
     terms = [
         FlopTerm("query projection", 2 * h * heads, NARAYANAN),
@@ -68,11 +68,26 @@ def layer_forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = Fals
         FlopTerm(SCORES, score, NARAYANAN),
         FlopTerm(VALUES, score, NARAYANAN),
         FlopTerm("output projection", 2 * h * heads, NARAYANAN),
-        FlopTerm("mlp", 2 * h * ffn * matrices * experts, GATED if spec.gated_mlp else NARAYANAN),
+        *(_expert_terms(spec, tp) if spec.is_sparse(layer) else _mlp_terms(spec, "mlp", spec.ffn_size, tp)),
     ]
-    if spec.num_experts:
-        terms.append(FlopTerm("router", 2 * h * spec.num_experts, MOE))
     return tuple(terms)
+
+
+def _mlp_terms(spec: ModelSpec, name: str, ffn_size: int, tp: int) -> tuple[FlopTerm, ...]:
+    ffn, matrices = largest_part(spec, "ffn", ffn_size, tp), 3 if spec.gated_mlp else 2
+    flops = 2 * spec.hidden_size * ffn * matrices
+    return (FlopTerm(name, flops, GATED if spec.gated_mlp else NARAYANAN),)
+
+
+def _expert_terms(spec: ModelSpec, tp: int) -> Iterator[FlopTerm]:
+    """The experts of one token, the router's product with all, what every token passes."""
+    h, ffn, matrices = spec.hidden_size, largest_part(spec, "ffn", spec.expert_size, tp), 2 + spec.has_gated_experts
+    yield FlopTerm("experts", 2 * h * ffn * matrices * spec.experts_per_token, MOE)
+    yield FlopTerm("router", 2 * h * spec.num_experts * (1 + (spec.gate.noise == "gaussian")), MOE)
+    if spec.shared_ffn_size:
+        yield from _mlp_terms(spec, "shared experts", spec.shared_ffn_size, tp)
+    if spec.shared_gate:
+        yield FlopTerm("shared gate", 2 * h, MOE)
 
 
 def head_forward_terms(spec: ModelSpec, *, tp: int = 1) -> tuple[FlopTerm, ...]:
@@ -86,9 +101,24 @@ def head_forward_terms(spec: ModelSpec, *, tp: int = 1) -> tuple[FlopTerm, ...]:
 
 def forward_terms(spec: ModelSpec, seq_length: int, *, causal: bool = False) -> tuple[FlopTerm, ...]:
     """Forward FLOPs of the model for one token; the terms of a layer are multiplied by the layers."""
-    layer = layer_forward_terms(spec, seq_length, causal=causal)
-    layers = tuple(FlopTerm(term.name, term.flops * spec.num_layers, term.source) for term in layer)
-    return (*layers, *head_forward_terms(spec))
+    return (*layers_forward_terms(spec, range(spec.num_layers), seq_length, causal=causal), *head_forward_terms(spec))
+
+
+def layers_forward_terms(
+    spec: ModelSpec, layers: range, seq_length: int, *, causal: bool = False, tp: int = 1
+) -> tuple[FlopTerm, ...]:
+    """Forward FLOPs of several layers for one token; terms of the same name are added up."""
+    sparse = next(filter(spec.is_sparse, layers), None)
+    dense = next((layer for layer in layers if not spec.is_sparse(layer)), None)
+    num_sparse = sum(map(spec.is_sparse, layers)) if spec.num_experts else 0
+    total: dict[str, FlopTerm] = {}
+    for layer, count in ((sparse, num_sparse), (dense, len(layers) - num_sparse)):
+        if layer is None:
+            continue
+        for term in layer_forward_terms(spec, seq_length, causal=causal, tp=tp, layer=layer):
+            before = total[term.name].flops if term.name in total else 0
+            total[term.name] = FlopTerm(term.name, before + term.flops * count, term.source)
+    return tuple(total.values())
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_length: int, *, causal: bool = False) -> int:
@@ -98,7 +128,7 @@ def forward_flops_per_token(spec: ModelSpec, seq_length: int, *, causal: bool = 
 
 def training_flops_per_token(spec: ModelSpec, seq_length: int, recompute: str = "none", *, causal: bool = False) -> int:
     """Forward, backward (twice forward), and with `recompute="full"` the layers' forward once more."""
-    again = spec.num_layers * total_flops(layer_forward_terms(spec, seq_length, causal=causal))
+    again = total_flops(layers_forward_terms(spec, range(spec.num_layers), seq_length, causal=causal))
     return 3 * forward_flops_per_token(spec, seq_length, causal=causal) + (again if recompute == "full" else 0)
 
 
@@ -147,12 +177,12 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
     Causal by default: the attention kernels leave out the masked half.
     """
     tokens = strategy.micro_batch_size * job.seq_length
-    per_stage = tokens * len(strategy.stage_layers(spec.num_layers)[stage])
-    terms = layer_forward_terms(spec, job.seq_length, causal=causal, tp=strategy.tp)
+    layers = strategy.stage_layers(spec.num_layers)[stage]
+    terms = layers_forward_terms(spec, layers, job.seq_length, causal=causal, tp=strategy.tp)
     scores = total_flops(term for term in terms if term.name in WITHOUT_WEIGHTS)
     _, is_last = strategy.stage_ends(stage)
     head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if is_last else 0
-    return StageFlops(layers=per_stage * total_flops(terms), head=tokens * head, scores=per_stage * scores)
+    return StageFlops(layers=tokens * total_flops(terms), head=tokens * head, scores=tokens * scores)
 
 
 # --- utilisation, and closed forms to check against --------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal
 
 from meshwright.core.axes import PP
@@ -95,8 +96,19 @@ def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: I
     layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
     asked = list(ranks)
     for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
-        stages = [_StageBytes(part, len(layers[s]), s % parts == 0, s % parts == parts - 1) for s in by_rank[rank]]
+        stages = [
+            _StageBytes(part, _layer_bytes(model, part, layers[s]), s % parts == 0, s % parts == parts - 1)
+            for s in by_rank[rank]
+        ]
         yield max(_held(instant, stages) for instant in fullest)
+
+
+def _layer_bytes(model: ModelSpec, part: _Parts, layers: range) -> tuple[tuple[_LayerBytes, int], ...]:
+    """Runs of equal layers in a row, in forward order."""
+    if not model.dense_layers:
+        return ((part.sparse if model.num_experts else part.dense, len(layers)),)
+    kinds = groupby(map(model.is_sparse, layers))
+    return tuple((part.sparse if is_sparse else part.dense, len(list(run))) for is_sparse, run in kinds)
 
 
 def _held(instant: Instant, stages: Sequence[_StageBytes]) -> int:
@@ -110,28 +122,49 @@ class _StageBytes:
     """What one micro-batch keeps on one stage."""
 
     part: _Parts
-    num_layers: int
+    layers: tuple[tuple[_LayerBytes, int], ...]
     is_first: bool
     is_last: bool
 
     @property
     def kept(self) -> int:
         """From forward to backward."""
-        return self.num_layers * self.part.kept + self.part.front * self.is_first + self.part.back * self.is_last
+        layers = sum(layer.kept * count for layer, count in self.layers)
+        return layers + self.part.front * self.is_first + self.part.back * self.is_last
 
     @property
     def postponed(self) -> int:
         """From I to W."""
-        return self.num_layers * self.part.postponed + self.part.postponed_back * self.is_last
+        return sum(layer.postponed * count for layer, count in self.layers) + self.part.postponed_back * self.is_last
 
     def more(self, runs: Kind) -> int:
-        """At most beyond `kept`, while its backward runs."""
+        """At most beyond `kept`, while its backward runs: in one of its layers, when those behind it are done."""
         part = self.part
-        whole = part.layer - part.kept
         if runs is Kind.B:
-            return whole - part.back * self.is_last
-        by_layers = max(0, (self.num_layers - 1) * (part.postponed - part.kept))
-        return by_layers + whole + part.hidden + (part.postponed_back - part.back) * self.is_last
+            return max(self._within(0)) - part.back * self.is_last
+        return max(self._within(1)) + part.hidden + (part.postponed_back - part.back) * self.is_last
+
+    def _within(self, is_split: int) -> Iterator[int]:
+        """Beyond `kept` in the last layer of each run, and in the first: those behind it have freed what they kept,
+        and, where backward is split, keep for W what is postponed."""
+        behind = 0
+        for layer, count in reversed(self.layers):
+            of_one, whole = is_split * layer.postponed - layer.kept, layer.whole - layer.kept
+            yield behind + whole
+            yield behind + (count - 1) * of_one + whole
+            behind += count * of_one
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """Bytes that one micro-batch keeps of one layer."""
+
+    kept: int
+    """From forward to backward."""
+    whole: int
+    """While its backward runs."""
+    postponed: int
+    """From I to W."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +173,14 @@ class _Parts:
 
     front: int
     """By the embedding."""
-    kept: int
-    """By each layer, from forward to backward."""
-    layer: int
-    """By a layer whose backward runs."""
+    dense: _LayerBytes
+    """By each layer with an MLP; of a mixture without such layers, the same as `sparse`."""
+    sparse: _LayerBytes
+    """By each layer with experts; where there are none, the same as `dense`."""
     back: int
-    """By head and loss."""
-    postponed: int
-    """By each layer, from I to W."""
+    """By head and loss, from forward to backward."""
     postponed_back: int
-    """By the head, likewise."""
+    """By the head, from I to W."""
     hidden: int
     """One hidden state."""
 
@@ -160,12 +191,18 @@ def _one_micro_batch(
 ) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
     alone = Strategy(tp=tp, precision=precision, recompute=recompute)
+
+    def of_layer(layer: int) -> _LayerBytes:
+        by_kind = (kept_layer_terms, layer_terms, postponed_layer_terms)
+        return _LayerBytes(*(total_bytes(terms(model, alone, b, s, layer)) for terms in by_kind))
+
+    dense = of_layer(model.dense_layers[0] if model.dense_layers else 0)
+    has_both = model.num_experts and model.dense_layers
     return _Parts(
         front=total_bytes(embedding_terms(model, alone, b, s)),
-        kept=total_bytes(kept_layer_terms(model, alone, b, s)),
-        layer=total_bytes(layer_terms(model, alone, b, s)),
+        dense=dense,
+        sparse=of_layer(next(filter(model.is_sparse, range(model.num_layers)))) if has_both else dense,
         back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s)]),
-        postponed=total_bytes(postponed_layer_terms(model, alone, b, s)),
         postponed_back=total_bytes(postponed_head_terms(model, alone, b, s)),
         hidden=b * s * model.hidden_size * alone.recipe.parameter_bytes,
     )

@@ -39,7 +39,7 @@ def matmul_parameters(spec: ModelSpec) -> int:
     for param in spec.parameters():
         if param.part not in MATMUL_PARTS or len(param.shape) < 2:
             continue
-        if ".experts." in param.name:
+        if "experts" in param.dims:
             experts += param.numel
         else:
             dense += param.numel

@@ -16,10 +16,9 @@ def build(spec: ModelSpec, device: torch.device | str = "meta", dtype: torch.dty
     :func:`meshwright.models.init.initialize` or :func:`meshwright.models.hf.load`.
 
     Raises:
-        UnsupportedError: mixture of experts, ALiBi positions or a norm after the embedding.
+        UnsupportedError: ALiBi positions or a norm after the embedding.
     """
     missing = {
-        f"mixture of experts ({spec.num_experts} experts)": spec.num_experts > 0,
         "ALiBi positions": spec.positions == "alibi",
         "a norm after the embedding": spec.embedding_norm,
     }

@@ -1,4 +1,4 @@
-"""A plain decoder for one device: GPT-2, Llama, Mistral, Qwen2 and Qwen3 are settings of it.
+"""A plain decoder for one device: GPT-2, Llama, Mistral, Qwen2, Qwen3 and mixtures of experts are settings of it.
 
     tokens [b,s] ─ embedding (+ positions) ─▶ [b,s,h] ─ layers ─▶ [b,s,h] ─ final_norm ─ head ─▶ logits [b,s,V]
 
@@ -14,11 +14,14 @@ Shapes: b sequences, s tokens, h hidden, a query heads, g key/value heads, d hea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright.core.model import ModelSpec
+from meshwright.models.experts import MoE
 from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
 from meshwright.models.rope import Rope
 
@@ -119,34 +122,46 @@ def _activate(kind: str, x: torch.Tensor) -> torch.Tensor:
     return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def _inner(kind: str, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+    """What an MLP's last product takes: act(gate) · up, or act(up)."""
+    if gate is None:
+        return _activate(kind, up)
+    return swiglu(gate, up) if kind == "silu" else _activate(kind, gate) * up
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate. [b, s, h] → [b, s, h]."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, ffn_size: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation = spec.activation
-        sizes = (spec.hidden_size, spec.ffn_size, spec.mlp_bias, device, dtype)
+        sizes = (spec.hidden_size, ffn_size, spec.mlp_bias, device, dtype)
         self.gate = _linear(*sizes) if spec.gated_mlp else None
         self.up = _linear(*sizes)
-        self.down = _linear(spec.ffn_size, spec.hidden_size, spec.mlp_bias, device, dtype)
+        self.down = _linear(ffn_size, spec.hidden_size, spec.mlp_bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gate is None:
-            return self.down(_activate(self.activation, self.up(x)))
-        gate, up = self.gate(x), self.up(x)
-        inner = swiglu(gate, up) if self.activation == "silu" else _activate(self.activation, gate) * up
-        return self.down(inner)
+        gate = None if self.gate is None else self.gate(x)
+        return self.down(_inner(self.activation, gate, self.up(x)))
+
+
+def _moe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> MoE:
+    shared = MLP(spec, spec.shared_ffn_size, device, dtype) if spec.shared_ffn_size else None
+    gate = _linear(spec.hidden_size, 1, False, device, dtype) if spec.shared_gate else None
+    return MoE(spec, shared, gate, _inner, device, dtype)
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm transformer layer. [b, s, h] → [b, s, h]."""
+    """One pre-norm transformer layer, with an MLP or with experts. [b, s, h] → [b, s, h]."""
 
-    def __init__(self, spec: ModelSpec, rope: Rope | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, rope: Rope | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.attention_norm = _norm(spec, device, dtype)
         self.attention = Attention(spec, rope, device, dtype)
         self.mlp_norm = _norm(spec, device, dtype)
-        self.mlp = MLP(spec, device, dtype)
+        self.mlp = _moe(spec, device, dtype) if spec.is_sparse(layer) else MLP(spec, spec.ffn_size, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -171,12 +186,18 @@ class Decoder(nn.Module):
         if spec.positions == "learned":
             self.positions = _embedding(spec.max_positions, spec.hidden_size, device, dtype)
         self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(spec, rope, device, dtype) for layer in range(spec.num_layers)}
+            {str(layer): DecoderLayer(spec, layer, rope, device, dtype) for layer in range(spec.num_layers)}
         )
         self.final_norm = _norm(spec, device, dtype)
         self.head = _linear(spec.hidden_size, spec.vocab_size, False, device, dtype)
         if spec.tied_embeddings:
             self.head.weight = self.embedding.weight
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of what a checkpoint holds: each parameter once, and the routers' biases."""
+        yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
+        biases = {param.name for param in self.spec.router_biases()}
+        yield from ((name, buffer) for name, buffer in self.named_buffers() if name in biases)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [b, s, V], or hidden states [b, s, h] where the head was cut away.

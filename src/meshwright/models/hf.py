@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,6 +65,18 @@ class HFCheckpoint:
     def read(self, param: ParamSpec, box: Box) -> torch.Tensor:
         """`box` of `param`, in the dtype of the file, on the CPU. Reads no more than that from disk."""
         source = self._sources[param.name]
+        if source.is_by_expert:
+            return self._read_experts(param, source, box)
+        return self._read(param, source, box)
+
+    def _read_experts(self, param: ParamSpec, source: Source, box: Box) -> torch.Tensor:
+        """Of each expert within `box` its part."""
+        one = replace(param, shape=param.shape[1:], dims=param.dims[1:])
+        part = Box(box.offsets[1:], box.sizes[1:])
+        numbers = range(box.offsets[0], box.offsets[0] + box.sizes[0])
+        return torch.stack([self._read(one, source.of_expert(number), part) for number in numbers])
+
+    def _read(self, param: ParamSpec, source: Source, box: Box) -> torch.Tensor:
         name = self._name(param, source)
         path = self._where[name]
         data = self._open(path).get_slice(name)
@@ -112,7 +125,9 @@ class HFCheckpoint:
 
     def _check_strangers(self) -> None:
         """Refuse a checkpoint with weights that the model would leave out, such as further layers."""
-        known = {source.name.replace("{prefix}", self._prefix) for source in self._sources.values()}
+        params = (*self.spec.parameters(), *self.spec.router_biases())
+        names = (name for param in params for name in self._sources[param.name].names(param))
+        known = {name.replace("{prefix}", self._prefix) for name in names}
         if self.spec.tied_embeddings:
             known.add(_TIED_HEAD)
         ignored = name_map(self.spec).ignored
@@ -137,9 +152,9 @@ class HFCheckpoint:
 @torch.no_grad()
 def load(model: Decoder, folder: Path | str) -> None:
     """Fill a plain model that has storage, in place and in its own dtype. Raises CheckpointError."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     with HFCheckpoint(folder, model.spec) as checkpoint:
-        for param in model.spec.parameters():
+        for param in (*model.spec.parameters(), *model.spec.router_biases()):
             parameters[param.name].copy_(checkpoint.read(param, Box.whole(param.shape)))
 
 
@@ -156,8 +171,8 @@ def export(
     Args:
         folder: where to; must not exist yet, or be empty.
         spec: the model's shape.
-        tensors: (our name, whole parameter), each parameter of `spec` once, in any order; consumed one by one,
-            so that no more than about one file's worth is held.
+        tensors: (our name, whole parameter), each parameter and router bias of `spec` once, in any order; consumed one
+            by one, so that no more than about one file's worth is held.
         extra_files: further files by name, such as `tokenizer.json`.
         max_shard_bytes: size at which a further file is begun.
 
@@ -198,7 +213,7 @@ def _to_hf(spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
     """(their name, their tensor), as soon as all its blocks have come."""
     names = name_map(spec)
     sources = names.sources(spec)
-    wanted = {param.name: param for param in spec.parameters()}
+    wanted = {param.name: param for param in (*spec.parameters(), *spec.router_biases())}
     blocks: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors:
         param = wanted.pop(name, None)
@@ -207,6 +222,10 @@ def _to_hf(spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
         if tuple(tensor.shape) != param.shape:
             raise CheckpointError(f"`{name}` is {list(tensor.shape)}, but `{spec.name}` has {list(param.shape)}")
         source = sources[name]
+        if source.is_by_expert:
+            theirs = (theirs.replace("{prefix}", names.prefixes[0]) for theirs in source.names(param))
+            yield from ((each, one.clone()) for each, one in zip(theirs, tensor.detach().to("cpu"), strict=True))
+            continue
         theirs = source.name.replace("{prefix}", names.prefixes[0])
         parts = blocks.setdefault(theirs, {})
         parts[source.block] = tensor.detach().to("cpu")

@@ -5,8 +5,10 @@ A row says where a parameter stands in a Hugging Face tensor:
     plain         theirs = ours
     transposed    theirs = oursᵀ (GPT-2 stores [in, out])
     block i of n  ours is the i-th of n equal parts of one of their tensors, along our first dim
+    by expert     ours is a stack of theirs along our first dim: `{expert}` in the name
 
     c_attn.weight [h, 3h]  =  [ qᵀ | kᵀ | vᵀ ]
+    experts.up.weight [E, f, h]  =  experts.0.up_proj.weight, experts.1.up_proj.weight, ...
 """
 
 from __future__ import annotations
@@ -19,15 +21,29 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.placement import Box
 
+_EXPERT = "{expert}"
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one parameter stands. `name` holds `{prefix}`, and `{layer}` until it is filled in."""
+    """Where one parameter stands. `name` holds `{prefix}` (and `{expert}`), and `{layer}` until it is filled in."""
 
     name: str
     transposed: bool = False
     block: int = 0
     num_blocks: int = 1
+
+    @property
+    def is_by_expert(self) -> bool:
+        return _EXPERT in self.name
+
+    def of_expert(self, index: int) -> Source:
+        """Likewise of one expert."""
+        return Source(self.name.replace(_EXPERT, str(index)), self.transposed)
+
+    def names(self, param: ParamSpec) -> list[str]:
+        """Names of all tensors that ours is made of."""
+        return [self.name.replace(_EXPERT, str(i)) for i in range(param.shape[0])] if self.is_by_expert else [self.name]
 
     def shape(self, param: ParamSpec) -> tuple[int, ...]:
         """Shape of their whole tensor."""
@@ -53,7 +69,7 @@ class NameMap:
 
     def sources(self, spec: ModelSpec) -> dict[str, Source]:
         """Our name → source, `{layer}` filled in, `{prefix}` not yet."""
-        return {param.name: self._source(param) for param in spec.parameters()}
+        return {param.name: self._source(param) for param in (*spec.parameters(), *spec.router_biases())}
 
     def _source(self, param: ParamSpec) -> Source:
         if param.layer is None:
@@ -109,8 +125,42 @@ _LLAMA = _pairs(
     }
 )
 
+
+def _experts(router: str, expert: str, names: tuple[str, str, str], shared: str, shared_gate: str) -> dict[str, Source]:
+    """The llama line with experts.
+
+    Args:
+        router, shared, shared_gate: where these stand in a layer.
+        expert: likewise one expert, with `{expert}`.
+        names: of its gate, up and down.
+    """
+    at, parts = "{prefix}layers.{layer}.", ("gate", "up", "down")
+    rows = {f"mlp.experts.{ours}.weight": Source(f"{at}{expert}.{theirs}.weight") for ours, theirs in zip(parts, names)}
+    rows |= {f"mlp.shared.{part}.weight": Source(f"{at}{shared}.{part}_proj.weight") for part in parts}
+    rows["mlp.router.weight"] = Source(f"{at}{router}.weight")
+    rows["mlp.router.noise.weight"] = Source(f"{at}{router}.noise.weight")
+    rows["mlp.router.bias"] = Source(f"{at}{router}.e_score_correction_bias")
+    rows["mlp.shared_gate.weight"] = Source(f"{at}{shared_gate}.weight")
+    return _LLAMA | rows
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL = _experts(
+    "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2"), "mlp.shared", "mlp.shared_gate"
+)
+_QWEN_MOE = _experts("mlp.gate", "mlp.experts.{expert}", _PROJECTIONS, "mlp.shared_expert", "mlp.shared_expert_gate")
+_DEEPSEEK = _experts("mlp.gate", "mlp.experts.{expert}", _PROJECTIONS, "mlp.shared_experts", "mlp.shared_expert_gate")
+
 _GPT2_MAP = NameMap(("transformer.", ""), MappingProxyType(_GPT2), (".attn.bias", ".attn.masked_bias"))
-_LLAMA_MAP = NameMap(("model.", ""), MappingProxyType(_LLAMA), (".rotary_emb.inv_freq",))
+
+
+def _llama_map(rows: Mapping[str, Source]) -> NameMap:
+    return NameMap(("model.", ""), MappingProxyType(dict(rows)), (".rotary_emb.inv_freq",))
+
+
+_LLAMA_MAP = _llama_map(_LLAMA)
+_MIXTURE = _DEEPSEEK | _pairs({"positions": ("{prefix}embed_positions", False)})
+"""Biases and learned positions too, for what has no class elsewhere."""
 
 NAME_MAPS: Mapping[str, NameMap] = MappingProxyType(
     {
@@ -119,6 +169,12 @@ NAME_MAPS: Mapping[str, NameMap] = MappingProxyType(
         "mistral": _LLAMA_MAP,
         "qwen2": _LLAMA_MAP,
         "qwen3": _LLAMA_MAP,
+        "mixtral": _llama_map(_MIXTRAL),
+        "qwen2_moe": _llama_map(_QWEN_MOE),
+        "qwen3_moe": _llama_map(_QWEN_MOE),
+        "deepseek": _llama_map(_DEEPSEEK),
+        "dots1": _llama_map(_DEEPSEEK),
+        "mixture": _llama_map(_MIXTURE),
     }
 )
 

@@ -18,10 +18,9 @@ def restore_plain(run: RunFolder) -> Decoder:
     """
     plan = run.plan()
     model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
-    parameters = dict(model.named_parameters())
+    shapes = {p.name: p.shape for p in (*plan.model.parameters(), *plan.model.router_biases())}
     pieces = [
-        Piece(f"parameters/{p.name}", p.shape, Box.whole(p.shape), parameters[p.name].detach())
-        for p in plan.model.parameters()
+        Piece(f"parameters/{name}", shapes[name], Box.whole(shapes[name]), values) for name, values in model.stored()
     ]
     load(run.checkpoints, pieces)
     return model.eval()

@@ -1,0 +1,385 @@
+"""A layer of experts in place of an MLP: router, experts that each see their own tokens only, shared experts.
+
+    x [b,s,h] ─ router ─▶ k experts and weights of each token
+        └─ permute ─▶ rows by expert [k·T,h] ─ grouped products ─▶ [k·T,h] ─ unpermute, weigh, sum over k ─▶ [b,s,h]
+        └─ shared experts (all tokens) ────────────────────────────────────────────────── + ──────────────▲
+
+Nothing is padded and nothing dropped, unless the gate has a capacity. Rows are copied once on each way. What autograd
+keeps: the rows, what is inside the experts, their output, and a few numbers per token; the router's own mathematics is
+done again in backward, from the logits.
+
+Parallelism is applied from outside: `Experts.compute` is replaced where experts stand on other ranks, and
+`GroupedLinear.product` takes a place for its weight's gradient.
+
+Source: Shazeer et al. 2017; Gale et al. 2022 (MegaBlocks, dropless).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from meshwright.core.model import ModelSpec
+from meshwright.models.functions import LOW_PRECISION
+from meshwright.models.gates import (
+    Choice,
+    balance_loss,
+    combine_weights,
+    normalised_scores,
+    select,
+    shares,
+    z_loss,
+)
+
+Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
+"""Takes (gradients [n, out], inputs [n, in], rows of each run) instead of a weight's gradient being returned."""
+
+
+def rows_per_expert(loads: torch.Tensor, num_rows: int) -> list[int]:
+    """`loads` [E] as numbers of this process. Where no values are kept (meta, fake tensors), rows are spread evenly."""
+    if loads.is_meta or is_fake(loads):
+        base, extra = divmod(num_rows, len(loads))
+        return [base + (index < extra) for index in range(len(loads))]
+    return loads.tolist()
+
+
+def _runs(weight: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(expert, start, stop) of each run that has rows."""
+    runs, start = [], 0
+    for index, count in enumerate(counts):
+        if count:
+            runs.append((index % len(weight), start, start + count))
+        start += count
+    return runs
+
+
+class _GroupedProduct(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], write: Write | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts, ctx.write = counts, write
+        out = rows.new_empty(len(rows), weight.shape[1])
+        for expert, start, stop in _runs(weight, counts):
+            torch.mm(rows[start:stop], weight[expert].t(), out=out[start:stop])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        rows, weight = ctx.saved_tensors
+        grad, runs = grad.contiguous(), _runs(weight, ctx.counts)
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = torch.empty_like(rows)
+            for expert, start, stop in runs:
+                torch.mm(grad[start:stop], weight[expert], out=grad_rows[start:stop])
+        if ctx.needs_input_grad[1] and ctx.write is not None:
+            ctx.write(grad, rows, ctx.counts)
+        elif ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+            for expert, start, stop in runs:
+                grad_weight[expert].addmm_(grad[start:stop].t(), rows[start:stop])
+        return grad_rows, grad_weight, None, None
+
+
+def grouped_product(
+    rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], write: Write | None = None
+) -> torch.Tensor:
+    """Each run of rows times the matrix of its expert: [n, in] → [n, out].
+
+    Args:
+        rows: [n, in], run by run.
+        weight: [E, out, in].
+        counts: rows of each run, which add up to n. Run i is of expert i mod E: there may be several runs of an expert.
+        write: where the weight's gradient goes; None: autograd gets it.
+    """
+    return _GroupedProduct.apply(rows, weight, counts, write)
+
+
+class GroupedLinear(nn.Module):
+    """One matrix of each expert. Parameter `weight` [E, out, in]; no bias."""
+
+    def __init__(self, num_experts: int, into: int, out: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out, into, device=device, dtype=dtype))
+        self.product = grouped_product
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return self.product(rows, self.weight, counts)
+
+
+class _Permute(Function):
+    """rows[i] = x[token of i]; backward sums a token's rows, in the order of its choices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int, is_whole: bool
+    ) -> torch.Tensor:
+        ctx.k, ctx.is_whole, ctx.num_tokens = k, is_whole, len(x)
+        ctx.save_for_backward(inverse if is_whole else order)
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (places,) = ctx.saved_tensors
+        if ctx.is_whole:
+            return grad.index_select(0, places).unflatten(0, (-1, ctx.k)).sum(1), None, None, None, None
+        total = grad.new_zeros(ctx.num_tokens, grad.shape[1]).index_add_(0, places // ctx.k, grad)
+        return total, None, None, None, None
+
+
+class _Unpermute(Function):
+    """out[t] = Σ over its choices of weight · row, in at least fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, is_whole: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, order)
+        if is_whole:
+            own = rows.index_select(0, inverse).unflatten(0, weights.shape).to(weights.dtype)
+            return torch.bmm(weights.unsqueeze(1), own).squeeze(1).to(rows.dtype)
+        weighted = rows * weights.flatten()[order].unsqueeze(-1)
+        out = weighted.new_zeros(len(weights), rows.shape[1])
+        return out.index_add_(0, order // weights.shape[1], weighted).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        rows, weights, order = ctx.saved_tensors
+        of_rows = grad.index_select(0, order // weights.shape[1])
+        dots = torch.linalg.vecdot(of_rows.to(weights.dtype), rows.to(weights.dtype))
+        grad_weights = torch.zeros_like(weights)
+        grad_weights.view(-1)[order] = dots
+        grad_rows = of_rows.mul_(weights.flatten()[order].unsqueeze(-1).to(rows.dtype))
+        return grad_rows, grad_weights, None, None, None
+
+
+class Experts(nn.Module):
+    """All experts of a layer. (x [T, h], weights [T, k], choice) → [T, h].
+
+    Attributes:
+        compute: (rows [n, h] by expert, loads [E]) → rows [n, h]; `parallel.experts` puts another one here.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_experts, self.activation = spec.num_experts, spec.activation
+        sizes = (spec.num_experts, spec.hidden_size, spec.expert_size, device, dtype)
+        self.gate = GroupedLinear(*sizes) if spec.has_gated_experts else None
+        self.up = GroupedLinear(*sizes)
+        self.down = GroupedLinear(spec.num_experts, spec.expert_size, spec.hidden_size, device, dtype)
+        self.activate: Callable[[str, torch.Tensor | None, torch.Tensor], torch.Tensor]
+        self.compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._compute
+
+    def run(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Each run of rows through its expert: [n, h] → [n, h]. Runs as in :func:`grouped_product`."""
+        gate = None if self.gate is None else self.gate(rows, counts)
+        return self.down(self.activate(self.activation, gate, self.up(rows, counts)), counts)
+
+    def _compute(self, rows: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
+        return self.run(rows, rows_per_expert(loads, len(rows)))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, choice: Choice) -> torch.Tensor:
+        k, is_whole = weights.shape[1], choice.kept is None
+        places, loads = choice.experts.flatten(), choice.loads(self.num_experts)
+        if choice.kept is not None:
+            places = places.masked_fill(~choice.kept.flatten(), self.num_experts)  # behind all others
+        order = places.argsort(stable=True)
+        if choice.kept is not None:
+            order = order[: sum(rows_per_expert(loads, len(order)))].clone()
+        inverse = torch.empty_like(places)
+        inverse[order] = torch.arange(len(order), device=x.device)
+        rows = _Permute.apply(x, order, inverse, k, is_whole)
+        return _Unpermute.apply(self.compute(rows, loads), weights, order, inverse, is_whole)
+
+
+class _Logits(Function):
+    """x · Wᵀ in at least fp32, without keeping a wide x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(_wide(x), _wide(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_weight = grad.flatten(0, -2).t() @ _wide(x).flatten(0, -2)
+        return (grad @ _wide(weight)).to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in LOW_PRECISION else x
+
+
+class LossScales:
+    """What the losses of all routers of a model are multiplied by in backward; one object for all of them.
+
+    Attributes:
+        scale: what the backward of the whole loss starts with, loss scale included.
+        num_tokens, num_sequences: of the whole step, over all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.scale: torch.Tensor | float = 1.0
+        self.num_tokens: torch.Tensor | float = 1.0
+        self.num_sequences: torch.Tensor | float = 1.0
+
+
+class _Weights(Function):
+    """Weights of the chosen experts. Backward adds the gradients of the losses, which are not in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, choice: Choice, router: Router) -> torch.Tensor:
+        kept = () if choice.kept is None else (choice.kept,)
+        ctx.save_for_backward(logits, choice.experts, *kept)
+        ctx.router = router
+        return combine_weights(logits.flatten(0, 1), choice, router.spec.gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, experts, *kept = ctx.saved_tensors
+        router, choice = ctx.router, Choice(experts, kept[0] if kept else None)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            total = (combine_weights(leaf.flatten(0, 1), choice, router.spec.gate) * grad).sum()
+            if router.scales is not None:
+                total = total + router.losses(leaf, choice)
+            (grad_logits,) = torch.autograd.grad(total, leaf)
+        return grad_logits, None, None
+
+
+class Router(nn.Module):
+    """x [b, s, h] → (weights [T, k], choice). Parameter `weight` [E, h]; buffer `bias` [E], fp32, of a gate with one.
+
+    Attributes:
+        scales: set in training where the gate has losses; None: they are left out.
+        statistics: [3·E + 4] float64, to which every forward adds while it is set: choices by expert, tokens taken by
+            expert, sums of normalised scores by expert; then balance losses, z-losses, sequences and tokens.
+        generator: of the gate's noise; None: there is none.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        num = spec.num_experts
+        self.weight = nn.Parameter(torch.empty(num, spec.hidden_size, device=device, dtype=dtype))
+        self.noise = _Noise(spec, device, dtype) if spec.gate.noise == "gaussian" else None
+        self.bias: torch.Tensor | None
+        self.register_buffer("bias", torch.zeros(num, device=device) if spec.gate.bias else None, persistent=False)
+        self.scales: LossScales | None = None
+        self.statistics: torch.Tensor | None = None
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Choice]:
+        logits = self._logits(x)
+        choice = select(logits, self.bias, self.spec)
+        if self.statistics is not None:
+            self._count(logits, choice, self.statistics)
+        return _Weights.apply(logits, choice, self), choice
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        gate, generator = self.spec.gate, self.generator
+        if generator is None or gate.noise == "none":
+            return _Logits.apply(x, self.weight)
+        if self.noise is None:
+            spread = torch.empty_like(_wide(x)).uniform_(1 - gate.jitter, 1 + gate.jitter, generator=generator)
+            return _Logits.apply((x * spread).to(x.dtype), self.weight)
+        logits = _Logits.apply(x, self.weight)
+        return logits + torch.empty_like(logits).normal_(generator=generator) * self.noise(x)
+
+    def losses(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """Sum of this layer's losses over these sequences [b, s, E], times what `scales` says."""
+        gate, scales = self.spec.gate, self.scales
+        assert scales is not None
+        total = torch.zeros((), dtype=logits.dtype, device=logits.device)
+        if gate.balance_loss:
+            if gate.balance_over == "sequence":
+                share = shares(choice.experts.view(*logits.shape[:2], -1), logits.shape[-1])
+                whole = balance_loss(logits, share, gate).sum() / scales.num_sequences
+            else:
+                whole = balance_loss(logits, self._share(), gate).sum() * logits.shape[1] / scales.num_tokens
+            total = total + gate.balance_loss * whole
+        if gate.z_loss:
+            total = total + gate.z_loss * z_loss(logits).sum() / scales.num_tokens
+        return total * scales.scale
+
+    def _share(self) -> torch.Tensor:
+        """f of all tokens of the step, as `statistics` have it by the time of backward."""
+        assert self.statistics is not None
+        chosen = self.statistics[: self.spec.num_experts]
+        return chosen / chosen.sum()
+
+    @torch.no_grad()
+    def _count(self, logits: torch.Tensor, choice: Choice, statistics: torch.Tensor) -> None:
+        num, gate = self.spec.num_experts, self.spec.gate
+        share = shares(choice.experts.view(*logits.shape[:2], -1), num)
+        statistics[:num] += share.sum(0) * logits.shape[1] * choice.experts.shape[1]
+        statistics[num : 2 * num] += choice.loads(num)
+        statistics[2 * num : 3 * num] += normalised_scores(logits, gate).sum((0, 1))
+        statistics[3 * num] += balance_loss(logits, share, gate).sum()
+        statistics[3 * num + 1] += z_loss(logits).sum()
+        statistics[3 * num + 2] += logits.shape[0]
+        statistics[3 * num + 3] += logits.shape[0] * logits.shape[1]
+
+
+class _Noise(nn.Module):
+    """Standard deviation of each logit: softplus(x · Wᵀ). Parameter `weight` [E, h].
+
+    Source: Shazeer et al. 2017, §2.1.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softplus(_Logits.apply(x, self.weight))
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts. [b, s, h] → [b, s, h].
+
+    Args:
+        spec: the model.
+        shared: an MLP of `spec.shared_ffn_size`, or None.
+        shared_gate: a linear layer to one number, or None.
+        activate: (activation, gate or None, up) → what goes into down.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shared: nn.Module | None,
+        shared_gate: nn.Module | None,
+        activate: Callable[[str, torch.Tensor | None, torch.Tensor], torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.router = Router(spec, device, dtype)
+        self.experts = Experts(spec, device, dtype)
+        self.experts.activate = activate
+        self.shared = shared
+        self.shared_gate = shared_gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, choice = self.router(x)
+        out = self.experts(x.flatten(0, 1), weights, choice).view_as(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
