@@ -211,8 +211,8 @@ def models() -> str:
 
 def _model(name: str, spec: ModelSpec) -> tuple[object, ...]:
     try:
-        build(spec.model_copy(update={"num_layers": 1}))
-        trains = "yes"
+        build(spec.model_copy(update={"num_layers": 2, "dense_layers": None}))
+        trains = "plain module only" if spec.num_experts else "yes"
     except UnsupportedError:
         trains = "plan only"
     experts = f" × {spec.num_experts} experts" if spec.num_experts else ""
@@ -222,7 +222,7 @@ def _model(name: str, spec: ModelSpec) -> tuple[object, ...]:
         f"{spec.num_parameters:,}",
         f"{spec.num_layers} × {spec.hidden_size}",
         f"{spec.num_heads} / {spec.num_kv_heads}",
-        f"{spec.ffn_size}{experts}",
+        f"{spec.expert_size}{experts}",
         spec.vocab_size,
         f"{spec.positions}, {spec.max_positions}",
         trains,

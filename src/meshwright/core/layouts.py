@@ -135,10 +135,12 @@ def _kind_of(param: ParamSpec) -> str:
 
 
 def _sides(param: ParamSpec) -> tuple[str, ...]:
-    """`out` or `in` of each dim. A bias lies as the output of its linear, a norm as the hidden state."""
+    """`out` or `in` of each dim, `expert` of a stack. A bias lies as the output of its linear, a norm as the hidden
+    state."""
     if len(param.dims) == 1:
         return ("hidden",) if param.dims[0] not in INNER_DIMS else ("out",)
-    return ("out", "hidden" if "position" in param.dims else "in")
+    sides = ("out", "hidden" if "position" in param.dims else "in")
+    return ("expert", *sides) if "experts" in param.dims else sides
 
 
 def _cut_1d(kind: str, side: str, dim: str) -> tuple[str, ...]:

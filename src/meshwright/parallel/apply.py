@@ -58,7 +58,7 @@ class ParallelModel:
         optimizer: what updates it; only what is offloaded depends on it.
 
     Raises:
-        UnsupportedError: a precision that is for forecasts only.
+        UnsupportedError: a precision that is for forecasts only, or a model that is not divided yet.
         InputError: the model does not fit its spec, or what is offloaded a tier.
     """
 
@@ -66,6 +66,7 @@ class ParallelModel:
         self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh, optimizer: str = "adamw"
     ) -> None:
         strategy.recipe.check_runnable()
+        check_divisible(spec)
         self.spec = spec
         self.strategy = strategy
         self.mesh = mesh
@@ -264,6 +265,15 @@ def _hidden_shape(spec: ModelSpec, strategy: Strategy) -> Callable[[torch.Size],
     """Tokens [b, s] of a micro-batch → this rank's part of its hidden state."""
     in_b, in_s, in_h = strategy.hidden_parts
     return lambda tokens: (tokens[0] // in_b, tokens[1] // in_s, spec.hidden_size // in_h)
+
+
+def check_divisible(spec: ModelSpec) -> None:
+    """Raises UnsupportedError where a model runs on one process only."""
+    if spec.num_experts:
+        raise UnsupportedError(
+            f"`{spec.name}` is a mixture of experts ({spec.num_experts} experts): it runs as a plain module and can be "
+            "planned, but is not trained yet"
+        )
 
 
 def _is_meta(model: nn.Module) -> bool:
