@@ -19,6 +19,7 @@ LEVELS = {
     "models": 5,
     "parallel": 5,
     "checkpoint": 6,
+    "serve": 6,
     "train": 6,
     "rehearse": 6,
     "run": 7,

@@ -1,0 +1,99 @@
+"""Tokens as text, piece by piece, and the texts that end an answer. Free of torch.
+
+What was given out is never taken back: a character whose bytes are not all there is held, and so is the beginning of
+what may become a stop string. All pieces together are what decoding all tokens at once gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+UNKNOWN = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not yet."""
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""A token that stands for one byte: a decoder looks at the whole run of them before it writes any."""
+
+
+class Detokenizer:
+    """The text of one answer.
+
+    A window of the newest tokens is decoded each time, from one place where the text stood firm to the end; text that
+    depends on the token before it, as a leading space does, is right because the window begins one such place earlier.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0
+        """First token of the window."""
+        self._firm = 0
+        """First token after the last place where the text stood firm."""
+        self._given = 0
+        """Characters of the window's text that were given out."""
+
+    def push(self, token: int) -> str:
+        """One more token; the text that is certain now and was not before."""
+        self._ids.append(token)
+        text = self._decode(self._ids[self._start :])
+        certain = len(text) - (text.endswith(UNKNOWN))
+        if self._is_byte(token):
+            certain = self._given
+        piece = text[self._given : certain]
+        self._given = max(self._given, certain)
+        if certain == len(text) and not self._is_byte(token):
+            self._start, self._firm = self._firm, len(self._ids)
+            self._given = len(self._decode(self._ids[self._start :]))
+        return piece
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        text = self._decode(self._ids[self._start :])
+        piece, self._given = text[self._given :], len(text)
+        return piece
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _is_byte(self, token: int) -> bool:
+        name = self._tokenizer.id_to_token(token)
+        return name is not None and _BYTE.fullmatch(name) is not None
+
+
+class StopFinder:
+    """Finds the first of several stop strings in a text that comes in pieces; nothing of it is given out."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that was met."""
+
+    def push(self, piece: str) -> str:
+        """One more piece; the text that certainly comes before any stop string."""
+        if self.found is not None:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        places = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if places:
+            at, _, self.found = min(places)
+            self._held = ""
+            return text[:at]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, shorter than `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
