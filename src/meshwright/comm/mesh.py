@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,16 @@ MESSAGE_AXES = (PP,)
 """Axes along which ranks send to each other."""
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint groups of global ranks, in the order in which every rank creates them."""
+
+
+class SubAxes(TypedDict):
+    """How axes are cut into parts: arguments of :meth:`Mesh.create` and of :func:`axis_groups`, explained there."""
+
+    kv_replicas: int
+    dp_local: int
+    tensor: Sequence[tuple[str, int]]
+    pp_ends: tuple[int, int]
+    pp_mirrored: bool
 
 
 def start(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

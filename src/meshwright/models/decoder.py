@@ -49,7 +49,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
-        if x.dtype in LOW_PRECISION and not x.is_cuda:
+        if x.dtype in LOW_PRECISION and x.is_cpu:
             weight, bias = weight.float(), bias.float()  # only then does the CPU kernel keep fp32 statistics
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 

@@ -230,7 +230,7 @@ class ParallelModel:
         total[0], total[1] = counted, len(micro_batches)
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[self.strategy.data_axis])
-        if self.strategy.reduces_each and not total.is_cuda:  # there the host would wait; a rank that is late is named
+        if self.strategy.reduces_each and total.is_cpu:  # elsewhere the host would wait; a rank that is late is named
             self._check_micro_batches(len(micro_batches), int(total[1]))
         return total[0]
 

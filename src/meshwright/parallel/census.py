@@ -35,7 +35,7 @@ class ActivationCensus:
 
     def __init__(self, ignore: list[torch.Tensor], products: Products | None = None) -> None:
         self._products = products or Products()
-        self._ignored = {t.untyped_storage().data_ptr() for t in ignore}
+        self._ignored = {t.untyped_storage()._cdata for t in ignore}
         self._uses: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
         self.live_bytes = 0
@@ -54,7 +54,8 @@ class ActivationCensus:
         self._products.keep = lambda tensor: None
 
     def _add(self, tensor: torch.Tensor) -> int:
-        key = tensor.untyped_storage().data_ptr()
+        """The storage, by itself and not by its memory: in a rehearsal there is none."""
+        key = tensor.untyped_storage()._cdata
         if key in self._ignored:
             return 0
         self._uses[key] = self._uses.get(key, 0) + 1

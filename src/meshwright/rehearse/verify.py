@@ -1,4 +1,4 @@
-"""Verify: what each rank measured beside what was forecast for it.
+"""Verify: what each rank measured, or a rehearsal counted, beside what was forecast for it.
 
 Traffic must agree to the byte, memory exactly but for activations. Times are shown, not judged: they depend
 on how well the cluster's description fits the machine.
@@ -21,6 +21,8 @@ from meshwright.cost.traffic import traffic
 
 ACTIVATION_TOLERANCE = 0.05
 """Activations are counted by what autograd keeps, and forecast by formula."""
+REHEARSED_TOLERANCE = 0.03
+"""The same between rehearsal and forecast: both leave out what only some device's kernels keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,26 @@ def rank_differences(plan: Plan, record: RankRecord) -> list[Difference]:
     return record_differences(held, sent, record)
 
 
-def record_differences(held: MemoryBreakdown, sent: Traffic, record: RankRecord) -> list[Difference]:
-    """Everything on one rank that is not as these forecasts say."""
-    return [*_traffic(sent, record), *_memory(held, record)]
+def rehearsed_differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
+    """Everything in a rehearsal of some ranks that is not as forecast."""
+    model, job, strategy = plan.model, plan.job, plan.strategy
+    return [
+        difference
+        for r in records
+        for difference in record_differences(
+            memory(model, job, strategy, r.coordinates),
+            traffic(model, job, strategy, r.coordinates),
+            r,
+            REHEARSED_TOLERANCE,
+        )
+    ]
+
+
+def record_differences(
+    held: MemoryBreakdown, sent: Traffic, record: RankRecord, tolerance: float = ACTIVATION_TOLERANCE
+) -> list[Difference]:
+    """Everything on one rank that is not as these forecasts say; `tolerance` is relative, of activations."""
+    return [*_traffic(sent, record), *_memory(held, record, tolerance)]
 
 
 def _traffic(sent: Traffic, record: RankRecord) -> Iterator[Difference]:
@@ -76,10 +95,10 @@ def _traffic(sent: Traffic, record: RankRecord) -> Iterator[Difference]:
             yield Difference(record.rank, "traffic", " ".join(key), *pair, unit)
 
 
-def _memory(held: MemoryBreakdown, record: RankRecord) -> Iterator[Difference]:
+def _memory(held: MemoryBreakdown, record: RankRecord, tolerance: float) -> Iterator[Difference]:
     expected = held.to_dict()
     for category, measured in record.memory.to_dict().items():
-        allowed = ACTIVATION_TOLERANCE * expected[category] if category == "activations_bytes" else 0
+        allowed = tolerance * expected[category] if category == "activations_bytes" else 0
         if abs(measured - expected[category]) > allowed:
             name = category.removesuffix("_bytes")
             yield Difference(record.rank, "memory", name, expected[category], measured, "bytes")

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.checkpoint import store
 from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
-from meshwright.comm.mesh import Mesh, start
+from meshwright.comm.mesh import Mesh, SubAxes, start
 from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import MemoryBreakdown, Traffic
@@ -353,16 +353,18 @@ def _check_rate(learning_rate: float) -> None:
 def make_mesh(plan: Plan) -> Mesh:
     """This rank's mesh under `plan`, on the process group that torchrun's environment describes."""
     start("cpu" if plan.cluster.backend == "gloo" else "cuda")
+    return Mesh.create(plan.strategy.sizes, **sub_axes(plan), ledger=Ledger())
+
+
+def sub_axes(plan: Plan) -> SubAxes:
+    """How the axes of `plan` are cut into parts: arguments of `Mesh.create` and of `comm.mesh.axis_groups`."""
     strategy = plan.strategy
-    replicas = kv_replicas(plan.model, strategy.tp)
-    return Mesh.create(
-        strategy.sizes,
-        kv_replicas=replicas,
+    return SubAxes(
+        kv_replicas=kv_replicas(plan.model, strategy.tp),
         dp_local=strategy.dp_local,
         tensor=strategy.grid.axes,
         pp_ends=strategy.end_ranks,
         pp_mirrored=strategy.pipeline_schedule.num_directions > 1,
-        ledger=Ledger(),
     )
 
 

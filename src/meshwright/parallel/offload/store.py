@@ -21,6 +21,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.parallel.offload.disk import DiskTier
 from meshwright.parallel.offload.stream import StoredRun, StoredState, Update, WorkingSet, stream
 from meshwright.parallel.offload.tier import HostTier, Tier
+from meshwright.parallel.offload.unseen import UnseenTier
 
 Flat = torch.Tensor | StoredRun
 """A flat run of elements, in memory or on a tier."""
@@ -46,6 +47,12 @@ def _copy(target: Flat, source: Flat) -> None:
         target.write(read(source))
     else:
         target.copy_(read(source))
+
+
+def _tier(name: str, path: str, rank: int, device: torch.device) -> Tier:
+    if device.type == "meta":
+        return UnseenTier.like(name)
+    return HostTier(device) if name == "cpu" else DiskTier(path, rank)
 
 
 class Store:
@@ -75,7 +82,7 @@ class Store:
         self._group_numel, self._device, self._dtypes = offload.group_numel, device, dtypes
         self._tiers: dict[str, Tier] = {}
         for name in dict.fromkeys(each.tier for each in self.stored):
-            self._tiers[name] = HostTier(device) if name == "cpu" else DiskTier(offload.path or "", rank)
+            self._tiers[name] = _tier(name, offload.path or "", rank, device)
         self._states: list[StoredState] = []
         self._own: list[Range] = []
 

@@ -91,6 +91,11 @@ class StoredState:
             ]
         )
 
+    def near_device(self, kind: str) -> torch.device:
+        """Where copies of a kind are made: memory of the host, unless there is none behind the tier."""
+        device = self._tiers[kind].working_device
+        return device if device.type == "meta" else torch.device("cpu")
+
     def reaches(self, kind: str, device: torch.device) -> bool:
         """Whether a kind's tier reads and writes a device's memory."""
         return self._tiers[kind].working_device == device
@@ -140,7 +145,7 @@ class StoredRun:
 
     def read(self) -> torch.Tensor:
         """A copy in memory of the host."""
-        out = torch.empty(self.numel(), dtype=self.dtype)
+        out = torch.empty(self.numel(), dtype=self.dtype, device=self.state.near_device(self.kind))
         self.state.read_start(self.kind, self.start, out).wait()
         return out
 
