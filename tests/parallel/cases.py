@@ -12,7 +12,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.rules import violations
 from meshwright.core.strategy import Strategy
-from tests.parallel.layouts import gpt2, llama, make_job, make_plan, qwen3
+from tests.parallel.layouts import SEQ_LENGTH, gpt2, llama, make_job, make_plan, qwen3
 
 MAX_RANKS = 8
 DEGREES = ("dp", "tp", "pp")
@@ -31,7 +31,7 @@ MODELS: dict[str, ModelSpec] = {
 
 FURTHER_SCHEDULES = ("interleaved-1f1b v2", "bfs v2", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
 """Several stages per rank (v: as many as a strategy says), split backwards, two directions."""
-MET_BY_FURTHER_SCHEDULES = ("tp", "zero", "recompute")
+MET_BY_FURTHER_SCHEDULES = ("tp", "zero", "recompute", "sequence")
 """The factors that they are paired with; with all there would be too many layouts to test."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -44,6 +44,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "num_micro_batches": (1, 2, 3, 4, 5),
     "micro_batch_size": (1, 2),
     "recompute": ("none", "full"),
+    "sequence": ("none", "megatron"),
     "stages": ("even", "last heavy"),
     "bucket_bytes": (1, 4000, 25 * 2**20),
 }
@@ -72,7 +73,7 @@ def strategy_of(case: Case) -> Strategy:
 def plan_of(case: Case, precision: str = "fp64") -> Plan:
     """The plan of a case."""
     chosen = strategy_of(case).model_dump(exclude_unset=True)
-    split = {factor: case[factor] for factor in ("micro_batch_size", "recompute", "bucket_bytes")}
+    split = {factor: case[factor] for factor in ("micro_batch_size", "recompute", "sequence", "bucket_bytes")}
     layers = stage_list(case)
     return make_plan(MODELS[case["model"]], layers_per_stage=layers, precision=precision, **split, **chosen)
 
@@ -87,14 +88,16 @@ def legal_cases() -> list[Case]:
         if dp * tp * pp > MAX_RANKS or not _is_legal(MODELS[model], dp, tp, pp):
             continue
         degrees = {"model": model, "dp": dp, "tp": tp, "pp": pp}
-        here = ({**degrees, **other} for other in rest if pp > 1 or _is_for_one_stage(other))
+        here = ({**degrees, **other} for other in rest if _is_for(other, tp, pp))
         cases += [case for case in here if case["schedule"] not in FURTHER_SCHEDULES or _is_legal_order(case, legal)]
     return cases
 
 
-def _is_for_one_stage(case: Case) -> bool:
-    """Whether a choice is there without a pipeline too."""
-    return case["stages"] == "even" and "each" not in case["zero"]
+def _is_for(case: Case, tp: int, pp: int) -> bool:
+    """Whether a choice is there at these degrees: some only with a pipeline, and tokens are divided evenly over tp."""
+    if case["sequence"] != "none" and (tp == 1 or SEQ_LENGTH % tp):
+        return False
+    return pp > 1 or (case["stages"] == "even" and "each" not in case["zero"])
 
 
 def _is_legal_order(case: Case, known: dict[tuple[Any, ...], bool]) -> bool:
@@ -132,7 +135,7 @@ def num_ranks(case: Case) -> int:
     return case["dp"] * case["tp"] * case["pp"]
 
 
-def covering(cases: Sequence[Case], seed: int = 0, num_candidates: int = 10_000, breadth: int = 400) -> list[Case]:
+def covering(cases: Sequence[Case], seed: int = 0, num_candidates: int = 15_000, breadth: int = 400) -> list[Case]:
     """A few cases, little work in sum, that cover every pair which any candidate covers. Greedy, the same on every
     machine.
 

@@ -50,6 +50,9 @@ class _Lacking(Alone):
 
     def all_gather(self, out: Tensor, x: Tensor) -> Handle:
         if self._leaves_out("all_gather"):
+            for peer, block in enumerate(out.view(self.size, -1)):
+                if peer != self.rank:
+                    block.zero_()  # else memory that was used before may hold what is missing
             return super().all_gather(out.view(self.size, -1)[self.rank], x)
         return self.whole.all_gather(out, x)
 

@@ -37,6 +37,9 @@ FORWARD = BACKWARD + 2
 """In its forward: embedding, then attention and mlp of each layer, then the loss's maximum and its sum."""
 
 
+T2 = {"tp": 2}
+
+
 @dataclass(frozen=True)
 class Control:
     """A fault, a layout that needs what it breaks, and what parity has to say."""
@@ -66,6 +69,12 @@ def _no_forward_sum(at: int) -> Mutation:
 
 def _no_backward_sum(at: int) -> Mutation:
     return without("tp", "all_reduce", "backward", every(BACKWARD, at))
+
+
+def _sp(primitive: str, phase: str, period: int, at: int, model: ModelSpec = LLAMA) -> Control:
+    """Megatron sequence parallelism without one call of every `period`."""
+    mutation = without("tp", primitive, phase, every(period, at))
+    return Control(mutation, model, {**T2, "sequence": "megatron", "micro_batch_size": 2}, "gradient")
 
 
 def _counts_twice(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +120,7 @@ def _does_not_see_products(right: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
-D2, T2, T4, P2 = {"dp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "num_micro_batches": 2}
+D2, T4, P2 = {"dp": 2}, {"tp": 4}, {"pp": 2, "num_micro_batches": 2}
 
 CONTROLS = {
     # Data parallelism.
@@ -172,6 +181,32 @@ CONTROLS = {
     "sum of exponentials": Control(_no_forward_sum(-1), LLAMA, T2, "gradient"),
     "sum in recomputation": Control(
         without("tp", "all_reduce", "recompute"), LLAMA, {**T2, "recompute": "full"}, "gradient"
+    ),
+    # Sequence parallelism: of two layers the order is head, mlp, attention, mlp, attention, embedding backward.
+    "sum of norm gradients over tokens": Control(
+        without("tp", "all_reduce", "gradients"),
+        GPT2,
+        {**T2, "sequence": "megatron"},
+        "gradient",
+        r"layers.0.attention_norm.weight|positions.weight",
+    ),
+    "sum of the embedding's tokens": _sp("reduce_scatter", "forward", BACKWARD, 0),
+    "sum of attention's tokens": _sp("reduce_scatter", "forward", BACKWARD, 1),
+    "sum of the mlp's tokens": _sp("reduce_scatter", "forward", BACKWARD, 2, GPT2),
+    "gather before attention": _sp("all_gather", "forward", BACKWARD, 0),
+    "gather before the mlp": _sp("all_gather", "forward", BACKWARD, 1),
+    "gather before the head": _sp("all_gather", "forward", BACKWARD, -1),
+    "adjoint of the gather before the head": _sp("reduce_scatter", "backward", BACKWARD, 0),
+    "adjoint of the gather before the mlp": _sp("reduce_scatter", "backward", BACKWARD, 1),
+    "adjoint of the gather before attention": _sp("reduce_scatter", "backward", BACKWARD, 2),
+    "gather of the head's input again": _sp("all_gather", "backward", 2 * BACKWARD, 0),
+    "adjoint of the mlp's sum": _sp("all_gather", "backward", 2 * BACKWARD, 1),
+    "gather of the mlp's input again": _sp("all_gather", "backward", 2 * BACKWARD, 2),
+    "adjoint of attention's sum": _sp("all_gather", "backward", 2 * BACKWARD, 3),
+    "gather of attention's input again": _sp("all_gather", "backward", 2 * BACKWARD, 4),
+    "adjoint of the embedding's sum": _sp("all_gather", "backward", 2 * BACKWARD, -1),
+    "gather in recomputation": Control(
+        without("tp", "all_gather", "recompute"), LLAMA, {**T2, "sequence": "megatron", "recompute": "full"}, "gradient"
     ),
     # Scales.
     "gradients times micro-batches": Control(

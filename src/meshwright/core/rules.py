@@ -79,12 +79,26 @@ def _unbuilt(c: Case) -> str | None:
     s = c.strategy
     for name, is_set in (
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"sequence={s.sequence}", s.sequence != "none"),
         (f"context.degree={s.cp}", s.cp > 1),
     ):
         if is_set:
             return name
     return None
+
+
+def _sequence(c: Case) -> str | None:
+    s, length = c.strategy, c.job.seq_length
+    if s.sequence == "none":
+        return None
+    if s.tensor.kind != "1d":
+        return f"sequence={s.sequence} with tensor.kind={s.tensor.kind}"
+    if s.tile > 1:
+        return f"sequence={s.sequence} with tile={s.tile}"
+    return (
+        _divides("the tokens of a sequence", length, "tp", s.tp)
+        if s.cp == 1
+        else _divides("the tokens of a sequence", length, "context.degree × tp", s.cp * s.tp)
+    )
 
 
 def _layers(c: Case) -> str | None:
@@ -250,6 +264,12 @@ RULES = (
         "tp divides the feed-forward width",
         "gate, up and down are cut into equal blocks of columns and rows",
         lambda c: _divides("the feed-forward width", c.model.ffn_size, "tp", c.strategy.tp),
+    ),
+    Rule(
+        "sequence-tokens",
+        "sequence=megatron needs tensor.kind=1d, tile=1, and tp (× context.degree) to divide seq_length",
+        "each tp rank holds equally many tokens between the layers' products, which gather them whole",
+        _sequence,
     ),
     Rule("tp-vocab", "tp is at most the vocabulary size", "each rank holds at least one row", _vocab),
     Rule(

@@ -15,7 +15,8 @@ Per layer and token, in elements (h hidden, a query heads, g key/value heads, d 
 
 with RMSNorm and SwiGLU:  4h + 2(a+g)d/t + 3f/t + a/t + 2. Biases, rotary positions and dropout (there is none) add
 nothing; a score matrix s² is never kept (flash attention). Tensors of hidden size are whole on every tp rank: the input
-of a column-parallel region is not copied, and the all-reduced output is kept by nobody.
+of a column-parallel region is not copied, and the all-reduced output is kept by nobody. With sequence="megatron" they,
+and the norms' statistics, are of 1/t of the tokens: (4h + 2 + 2(a+g)d + 3f + a)/t, everything divided.
 
 Counted per micro-batch; the schedule says how many of them live at once. `tests/cost/test_activations.py` counts the
 same on the real modules.
@@ -54,6 +55,8 @@ class _Sizes:
     """Elements per token on the first tp rank (no rank holds more), and bytes of an element."""
 
     tokens: int
+    between: int
+    """Tokens outside of the tensor-parallel regions: this rank's."""
     hidden: int
     heads: int
     kv_heads: int
@@ -73,6 +76,10 @@ class _Sizes:
         """A tensor in at least fp32."""
         return ByteTerm(name, self.tokens * elements * self.statistic_bytes)
 
+    def hidden_state(self, name: str) -> ByteTerm:
+        """A tensor of hidden size between the regions."""
+        return ByteTerm(name, self.between * self.hidden * self.element_bytes)
+
 
 def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
     def local(dim: str, size: int) -> int:
@@ -80,6 +87,7 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
 
     return _Sizes(
         tokens=b * s,
+        between=b * s // strategy.hidden_parts[1],
         hidden=spec.hidden_size,
         heads=local("heads", spec.heads_size) // spec.head_dim,
         kv_heads=local("kv_heads", spec.kv_size) // spec.head_dim,
@@ -95,11 +103,12 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
 
 def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[ByteTerm]:
     statistics = 2 if spec.norm == "layernorm" else 1
-    return [z.kept(f"{name} input", z.hidden), z.statistics(f"{name} statistics", statistics)]
+    of_rows = ByteTerm(f"{name} statistics", z.between * statistics * z.statistic_bytes)
+    return [z.hidden_state(f"{name} input"), of_rows]
 
 
 def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
-    return [z.kept("mlp input", z.hidden), *_inner_terms(spec, z, z.ffn, spec.gated_mlp)]
+    return [z.hidden_state("mlp input"), *_inner_terms(spec, z, z.ffn, spec.gated_mlp)]
 
 
 def _inner_terms(spec: ModelSpec, z: _Sizes, ffn: int, is_gated: bool) -> list[ByteTerm]:
@@ -121,12 +130,12 @@ def expert_rows(spec: ModelSpec, b: int, s: int) -> int:
 
 def _expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
     """Router, rows by expert with what is inside and behind the experts, shared experts."""
-    rows = replace(z, tokens=expert_rows(spec, b, s))
+    rows = replace(z, tokens=expert_rows(spec, b, s), between=expert_rows(spec, b, s))
     is_whole = spec.gate.chooses == "tokens" and spec.gate.capacity_factor is None
     choices = z.tokens * (spec.experts_per_token if spec.gate.chooses == "tokens" else spec.num_experts)
     inside = _inner_terms(spec, rows, z.expert_ffn, spec.has_gated_experts)
     terms = [
-        z.kept("mlp input", z.hidden),
+        z.hidden_state("mlp input"),
         z.statistics("router logits", spec.num_experts),
         ByteTerm("choices", choices * _INDEX_BYTES),
         ByteTerm("weights of choices", choices * z.statistic_bytes),
@@ -150,7 +159,7 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
     Args:
         spec: the model; of a mixture, experts are taken to be evenly loaded. On one process, without a capacity, it
             keeps as much whatever their loads. Noise of a gate is not counted.
-        strategy: read for tp and precision.
+        strategy: read for tp, sequence parallelism and precision.
         b: sequences of the micro-batch.
         s: tokens of a sequence.
         layer: which; all are alike but for a mixture's dense ones.
@@ -163,7 +172,7 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
     ]
     return [
         *_norm_terms(spec, z, "attention norm"),
-        z.kept("attention input", z.hidden),
+        z.hidden_state("attention input"),
         *(qk_norm if spec.qk_norm else []),
         z.kept("q", q),
         z.kept("k", kv),
@@ -184,7 +193,7 @@ def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer:
     if strategy.recompute == "none":
         return layer_terms(spec, strategy, b, s, layer)
     z = _sizes(spec, strategy, b, s)
-    return [z.kept("layer input", z.hidden)]
+    return [z.hidden_state("layer input")]
 
 
 def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
@@ -196,7 +205,7 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, l
     z = _sizes(spec, strategy, b, s)
     q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
     return [
-        z.kept("attention input", z.hidden),
+        z.hidden_state("attention input"),
         z.kept("gradients of q, k and v", q + 2 * kv),
         z.kept("attention output", q),
         z.kept("gradient of o", z.hidden),
@@ -207,35 +216,46 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, l
 def _postponed_mlp_terms(spec: ModelSpec, z: _Sizes, ffn: int) -> list[ByteTerm]:
     inner = [z.kept("down input", ffn), z.kept("gradient of up", ffn), z.kept("gradient of down", z.hidden)]
     gate = [z.kept("gradient of gate", ffn)] if spec.gated_mlp else []
-    return [z.kept("mlp input", z.hidden), *inner, *gate]
+    return [z.hidden_state("mlp input"), *inner, *gate]
 
 
 def _postponed_expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
     """The router's gradient is a part of I."""
-    rows = replace(z, tokens=expert_rows(spec, b, s))
+    rows = replace(z, tokens=expert_rows(spec, b, s), between=expert_rows(spec, b, s))
     inner = _postponed_mlp_terms(spec.model_copy(update={"gated_mlp": spec.has_gated_experts}), rows, z.expert_ffn)
     shared = _postponed_mlp_terms(spec, z, z.shared_ffn) if spec.shared_ffn_size else []
     return [ByteTerm(f"{whose} {term.name}", term.bytes)
             for whose, terms in (("experts'", inner), ("shared experts'", shared)) for term in terms]  # fmt: skip
 
 
+def input_gradient_bytes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
+    """What I of a layer holds at most beyond what the layer has kept: the gradient of its output; with sequence
+    parallelism later also the gathered one of o, when the mlp's norm has gone back and its input is free."""
+    z = _sizes(spec, strategy, b, s)
+    output = z.kept("gradient of down", z.hidden).bytes
+    freed = _norm_terms(spec, z, "mlp norm")
+    freed += [term for term in _mlp_terms(spec, z) if term.name == "activated gate"]
+    return max(output, 2 * output - total_bytes(freed)) if strategy.sequence == "megatron" else output
+
+
 def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """Likewise the head: its input, and the gradient of the logits."""
     z = _sizes(spec, strategy, b, s)
-    return [z.kept("head input", z.hidden), z.kept("gradient of logits", z.vocab)]
+    return [z.hidden_state("head input"), z.kept("gradient of logits", z.vocab)]
 
 
 def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks."""
     z = _sizes(spec, strategy, b, s)
     terms = [ByteTerm("token ids", z.tokens * _INDEX_BYTES), ByteTerm("ids of other ranks", z.tokens * _FLAG_BYTES)]
-    return [*terms, ByteTerm("positions", s * _INDEX_BYTES)] if spec.positions == "learned" else terms
+    positions = s // strategy.hidden_parts[1]
+    return [*terms, ByteTerm("positions", positions * _INDEX_BYTES)] if spec.positions == "learned" else terms
 
 
 def head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the final norm and the head keep; the logits are the loss's."""
     z = _sizes(spec, strategy, b, s)
-    return [*_norm_terms(spec, z, "final norm"), z.kept("head input", z.hidden)]
+    return [*_norm_terms(spec, z, "final norm"), z.hidden_state("head input")]
 
 
 def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:

@@ -15,6 +15,7 @@ from typing import Literal
 from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
 from meshwright.core.job import Job
+from meshwright.core.layouts import SequenceKind
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
@@ -24,6 +25,7 @@ from meshwright.core.strategy import Precision, Strategy
 from meshwright.cost.activations import (
     embedding_terms,
     head_terms,
+    input_gradient_bytes,
     kept_layer_terms,
     layer_terms,
     loss_terms,
@@ -90,9 +92,8 @@ def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int)
 
 def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
     """:func:`activations_bytes` of several pipeline ranks."""
-    part = _one_micro_batch(
-        model, strategy.tp, strategy.precision, strategy.recompute, strategy.micro_batch_size, job.seq_length
-    )
+    kinds = strategy.precision, strategy.recompute, strategy.sequence
+    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length)
     layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
     asked = list(ranks)
     for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
@@ -142,7 +143,7 @@ class _StageBytes:
         part = self.part
         if runs is Kind.B:
             return max(self._within(0)) - part.back * self.is_last
-        return max(self._within(1)) + part.hidden + (part.postponed_back - part.back) * self.is_last
+        return max(self._within(1)) + part.input_gradient + (part.postponed_back - part.back) * self.is_last
 
     def _within(self, is_split: int) -> Iterator[int]:
         """Beyond `kept` in the last layer of each run, and in the first: those behind it have freed what they kept,
@@ -181,16 +182,22 @@ class _Parts:
     """By head and loss, from forward to backward."""
     postponed_back: int
     """By the head, from I to W."""
-    hidden: int
-    """One hidden state."""
+    input_gradient: int
+    """By a layer whose I runs, beyond what it has kept."""
 
 
 @lru_cache(maxsize=4096)
 def _one_micro_batch(
-    model: ModelSpec, tp: int, precision: Precision, recompute: Literal["none", "full"], b: int, s: int
+    model: ModelSpec,
+    tp: int,
+    precision: Precision,
+    recompute: Literal["none", "full"],
+    sequence: SequenceKind,
+    b: int,
+    s: int,
 ) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
-    alone = Strategy(tp=tp, precision=precision, recompute=recompute)
+    alone = Strategy(tp=tp, precision=precision, recompute=recompute, sequence=sequence)
 
     def of_layer(layer: int) -> _LayerBytes:
         by_kind = (kept_layer_terms, layer_terms, postponed_layer_terms)
@@ -204,7 +211,7 @@ def _one_micro_batch(
         sparse=of_layer(next(filter(model.is_sparse, range(model.num_layers)))) if has_both else dense,
         back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s)]),
         postponed_back=total_bytes(postponed_head_terms(model, alone, b, s)),
-        hidden=b * s * model.hidden_size * alone.recipe.parameter_bytes,
+        input_gradient=input_gradient_bytes(model, alone, b, s),
     )
 
 

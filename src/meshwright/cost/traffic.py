@@ -77,14 +77,37 @@ def hidden_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
     return tokens * model.hidden_size * strategy.recipe.parameter_bytes // prod(strategy.hidden_parts)
 
 
+def region_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
+    """A hidden state as the tp ranks together hold it: what a column-parallel region takes in."""
+    parts = strategy.tp if strategy.sequence == "megatron" else 1
+    return hidden_bytes(model, job, strategy) * parts
+
+
 def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
-    """Two all-reduces per layer and direction, one for the embedding, one for the head's input, two for the loss."""
-    m, hidden = strategy.micro_batches_per_stage, hidden_bytes(model, job, strategy)
-    per_layer = 2 * len(strategy.stage_layers(model.num_layers)[stage]) * m
+    """Two sums per layer and direction, one for the embedding, one for the head's input; two numbers for the loss.
+
+    A sum is an all-reduce. With sequence parallelism it is a reduce-scatter and an all-gather, of which the embedding
+    needs the one and the head's input the other; inputs of column-parallel layers are gathered once more in backward.
+    """
+    m, whole = strategy.micro_batches_per_stage, region_bytes(model, job, strategy)
+    layers = 2 * m * len(strategy.stage_layers(model.num_layers)[stage])
     is_first, is_last = strategy.stage_ends(stage)
-    total.add("all_reduce", TP, "forward", hidden, strategy.tp, per_layer + m * is_first)
-    total.add("all_reduce", TP, "recompute", hidden, strategy.tp, per_layer * (strategy.recompute == "full"))
-    total.add("all_reduce", TP, "backward", hidden, strategy.tp, per_layer + m * is_last)
+    first, last, again = m * is_first, m * is_last, layers * (strategy.recompute == "full")
+
+    def add(primitive: str, phase: str, times: int) -> None:
+        total.add(primitive, TP, phase, whole, strategy.tp, times)
+
+    if strategy.sequence == "megatron":
+        for phase, gathers, scatters in (
+            ("forward", layers + last, layers + first),
+            ("recompute", again, again),
+            ("backward", 2 * (layers + last) - last + first, layers + last),
+        ):
+            add("all_gather", phase, gathers)
+            add("reduce_scatter", phase, scatters)
+    else:
+        for phase, times in (("forward", layers + first), ("recompute", again), ("backward", layers + last)):
+            add("all_reduce", phase, times)
     if is_last:
         tokens = strategy.micro_batch_size * job.seq_length * strategy.recipe.statistic_bytes
         total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)

@@ -81,6 +81,13 @@ def _embedding(rows: int, size: int, device: torch.device, dtype: torch.dtype) -
     return _Embedding(rows, size, device=device, dtype=dtype)
 
 
+class Projections(nn.Module):
+    """Several linear layers of one input: x [b, s, h] → their outputs. Another one may compute them together."""
+
+    def forward(self, x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in layers)
+
+
 class AttentionCore(nn.Module):
     """What attention does without weights: softmax(q·kᵀ/√d)·v under the causal mask. Other cores may take its place.
 
@@ -104,15 +111,16 @@ class Attention(nn.Module):
         self.v = _linear(spec.hidden_size, spec.kv_size, spec.qkv_bias, device, dtype)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
+        self.project = Projections()
         self.core = AttentionCore()
         self.o = _linear(spec.heads_size, spec.hidden_size, spec.out_bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x, self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            cos, sin = self.rope(x.shape[1], q.device, q.dtype)
+            cos, sin = self.rope(q.shape[1], q.device, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.o(out.transpose(1, 2).flatten(2))
@@ -138,11 +146,15 @@ class MLP(nn.Module):
         sizes = (spec.hidden_size, ffn_size, spec.mlp_bias, device, dtype)
         self.gate = _linear(*sizes) if spec.gated_mlp else None
         self.up = _linear(*sizes)
+        self.project = Projections()
         self.down = _linear(ffn_size, spec.hidden_size, spec.mlp_bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = None if self.gate is None else self.gate(x)
-        return self.down(_inner(self.activation, gate, self.up(x)))
+        if self.gate is None:
+            (up,) = self.project(x, self.up)
+            return self.down(_inner(self.activation, None, up))
+        gate, up = self.project(x, self.gate, self.up)
+        return self.down(_inner(self.activation, gate, up))
 
 
 def _moe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> MoE:

@@ -74,7 +74,7 @@ class ParallelModel:
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
-        tensor.apply(model, spec, mesh[TP])
+        tensor.apply(model, spec, mesh[TP], strategy.sequence)
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])

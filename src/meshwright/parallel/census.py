@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.parallel.direct import Products
+from meshwright.parallel.products import Products
 
 
 class _Kept:

@@ -15,10 +15,6 @@ dW from them. Biases, norms and look-ups are part of I.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,58 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.parallel.products import Products, Written, write
 from meshwright.parallel.states import FlatStates, GradientSink
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A weight gradient that is still to be computed."""
-
-    sink: GradientSink
-    grads: torch.Tensor
-    """Of the layer's output, [T, out]."""
-    inputs: torch.Tensor
-    """[T, in]."""
-    kept: tuple[object, ...]
-    """What counts the two as kept, while they are."""
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """dW, to its sink."""
-        self.sink.add_product(self.grads, self.inputs)
-
-
-class Products:
-    """Where linear layers leave their weight gradients: computed at once, or postponed (Qi et al. 2023, I and W).
-
-    Attributes:
-        keep: called with what a postponed product keeps; holds what it returns as long.
-    """
-
-    def __init__(self) -> None:
-        self.keep: Callable[[torch.Tensor], object] = lambda x: None
-        self._postponed: deque[Product] | None = None
-
-    @contextmanager
-    def postponed(self) -> Iterator[deque[Product]]:
-        """Backward that runs inside leaves its products in the queue, in order."""
-        self._postponed = queue = deque[Product]()
-        try:
-            yield queue
-        finally:
-            self._postponed = None
-
-    def add(self, sink: GradientSink, grads: torch.Tensor, inputs: torch.Tensor) -> None:
-        """dW [out, in] = gradsᵀ · inputs, of grads [T, out] and inputs [T, in]."""
-        if self._postponed is None:
-            sink.add_product(grads, inputs)
-        else:
-            self._postponed.append(Product(sink, grads, inputs, (self.keep(grads), self.keep(inputs))))
-
-
 class _Linear(torch.autograd.Function):
-    """F.linear; the weight's gradient goes to its sink, and autograd sees none."""
+    """F.linear; the weight's gradient goes to its sink, and autograd sees none. Columns: `parallel.columns`."""
 
     @staticmethod
     def forward(
@@ -100,8 +51,15 @@ class _Linear(torch.autograd.Function):
         grads = grad.reshape(-1, grad.shape[-1])
         grad_x = (grads @ weight).view_as(x) if needs_x else None
         if needs_weight:
-            ctx.products.add(ctx.sink, grads, x.reshape(-1, x.shape[-1]))
+            _write(ctx.products, (ctx.sink, grads), x.reshape(-1, x.shape[-1]))
         return grad_x, None, grads.sum(0) if needs_bias else None, None, None
+
+
+def _write(products: Products, written: Written, inputs: torch.Tensor) -> None:
+    if products.is_postponed:
+        products.postpone([written], inputs, lambda: inputs)
+    else:
+        write([written], inputs)
 
 
 class _Embedding(torch.autograd.Function):
@@ -145,5 +103,7 @@ def _writes(module: nn.Module) -> bool:
 def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
     if isinstance(module, VocabParallelEmbedding):
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
+    elif isinstance(module, ColumnParallelLinear):
+        module.sink, module.region.products = sink, products
     else:
         module.multiply = lambda x, weight, bias: _Linear.apply(x, weight, bias, sink, products)

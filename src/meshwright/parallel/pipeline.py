@@ -32,8 +32,8 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.program import Action, Kind
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.data import GradientReducer
-from meshwright.parallel.direct import Product, Products
 from meshwright.parallel.gather import Gatherer
+from meshwright.parallel.products import Product, Products
 
 MAX_SENDS = 2
 """Sends under way per rank before the oldest is waited for."""
@@ -247,7 +247,7 @@ class StageRunner:
 
     def _weight_gradients(self, step: UnderWay, action: Action) -> None:
         left = step.products.pop((action.stage, action.micro_batch))
-        self._reducer.start_backward(action.stage, [product.sink for product in left])
+        self._reducer.start_backward(action.stage, [sink for product in left for sink in product.sinks])
         with self._mesh.ledger.phase("backward"):
             while left:
                 left.popleft().write()

@@ -34,7 +34,8 @@ def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
     strategy = _strategy(plan.strategy)
     model = _model(plan.model, strategy, has_kv_replicas=kv_replicas(plan.model, plan.strategy.tp) > 1)
     batch = strategy.dp * strategy.num_micro_batches * strategy.micro_batch_size
-    job = Job(seq_length=SEQ_LENGTH, global_batch_size=batch, optimizer=plan.job.optimizer)
+    parts = strategy.hidden_parts[1]
+    job = Job(seq_length=-(-SEQ_LENGTH // parts) * parts, global_batch_size=batch, optimizer=plan.job.optimizer)
     clone = Plan(model=model, cluster=_cluster(plan.strategy, strategy), job=job, strategy=strategy)
     return clone, list(_differences(plan.strategy, strategy))
 

@@ -1,0 +1,78 @@
+"""Weight gradients of linear layers: computed at once, or postponed (Qi et al. 2023, I and W)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.parallel.states import GradientSink
+
+Written = tuple[GradientSink, torch.Tensor]
+"""Where a weight's gradient goes, and the gradient of its layer's output [T, out]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Weight gradients, of layers with the same input, that are still to be computed."""
+
+    written: tuple[Written, ...]
+    inputs: Callable[[], torch.Tensor]
+    """Their input [T, in]; asked for once."""
+    kept: tuple[object, ...]
+    """What counts what is kept for it, while it is."""
+
+    @property
+    def sinks(self) -> list[GradientSink]:
+        return [sink for sink, _ in self.written]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """dW, to their sinks."""
+        write(self.written, self.inputs())
+
+
+class Products:
+    """Where linear layers leave their weight gradients.
+
+    Attributes:
+        keep: called with what a postponed product keeps; holds what it returns as long.
+    """
+
+    def __init__(self) -> None:
+        self.keep: Callable[[torch.Tensor], object] = lambda x: None
+        self._postponed: deque[Product] | None = None
+
+    @property
+    def is_postponed(self) -> bool:
+        """Whether the backward that runs leaves its products in a queue."""
+        return self._postponed is not None
+
+    @contextmanager
+    def postponed(self) -> Iterator[deque[Product]]:
+        """Backward that runs inside leaves its products in the queue, in order."""
+        self._postponed = queue = deque[Product]()
+        try:
+            yield queue
+        finally:
+            self._postponed = None
+
+    def postpone(self, written: Sequence[Written], kept: torch.Tensor, inputs: Callable[[], torch.Tensor]) -> None:
+        """Leave products for later.
+
+        Args:
+            kept: what `inputs` is made of.
+            inputs: makes the layers' common input [T, in].
+        """
+        assert self._postponed is not None
+        counted = tuple(self.keep(grads) for _, grads in written)
+        self._postponed.append(Product(tuple(written), inputs, (*counted, self.keep(kept))))
+
+
+def write(written: Sequence[Written], inputs: torch.Tensor) -> None:
+    """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in]."""
+    for sink, grads in written:
+        sink.add_product(grads, inputs)
