@@ -29,6 +29,13 @@ BROKEN = {
     "tp-heads": (8, {"tp": 8, "num_micro_batches": 12}, {}, {}, "tp=8 does not divide the heads 12"),
     "tp-kv-heads": (6, {"tp": 6, "num_micro_batches": 12}, {}, {}, "tp=6 and 4 key/value heads"),
     "tp-ffn": (4, {"tp": 4, "num_micro_batches": 12}, {"ffn_size": 50}, {}, "tp=4 does not divide.*50"),
+    "sequence-tokens": (
+        4,
+        {"tp": 4, "num_micro_batches": 12, "sequence": "megatron"},
+        {},
+        {"seq_length": 1022},
+        "tp=4 does not divide the tokens of a sequence 1022",
+    ),
     "tp-vocab": (4, {"tp": 4, "num_micro_batches": 12}, {"vocab_size": 3}, {}, "tp=4.*3 rows"),
     "pp-layers": (6, {"pp": 6, "num_micro_batches": 12}, {}, {}, "pp=6.*4 layers"),
     "pp-layer-list": (

@@ -135,17 +135,19 @@ def num_ranks(case: Case) -> int:
     return case["dp"] * case["tp"] * case["pp"]
 
 
-def covering(cases: Sequence[Case], seed: int = 0, num_candidates: int = 15_000, breadth: int = 400) -> list[Case]:
+def covering(cases: Sequence[Case], seed: int = 0, num_candidates: int = 10_000, breadth: int = 400) -> list[Case]:
     """A few cases, little work in sum, that cover every pair which any candidate covers. Greedy, the same on every
     machine.
 
     Args:
         cases: from which to choose.
         seed: of the candidates and their order; other seeds give other subsets.
-        num_candidates: a random part of the cases, so large that each pair occurs in it.
+        num_candidates: a random part of the cases, so large that each pair occurs in it; besides, one case of every
+            schedule at every tp degree, since some of these are rare.
         breadth: candidates compared per choice.
     """
     candidates = random.Random(seed).sample(cases, min(num_candidates, len(cases)))
+    candidates += {(case["tp"], case["schedule"]): case for case in cases}.values()
     holders: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in candidates:
         for pair in pairs_of(case):

@@ -60,6 +60,13 @@ def test_what_cannot_be_trained_on(engine: Engine, micro_batches: list[MicroBatc
     assert all(torch.equal(a[-1], b[-1]) for a, b in zip(before, weights(engine), strict=True))
 
 
+def test_sequences_that_ranks_cannot_divide() -> None:
+    with pytest.raises(
+        InputError, match="sequences of 8 tokens, which 3 ranks cannot divide evenly; fill them up to 9"
+    ):
+        check_micro_batches(BATCHES, LLAMA, token_parts=3)
+
+
 def test_ignored_labels_are_no_tokens(engine: Engine) -> None:
     engine.step(changed(labels=IGNORE), 0.0)
 
@@ -120,7 +127,7 @@ def test_a_model_is_split_once_and_must_be_the_plans(engine: Engine) -> None:
 def test_where_values_are_not_read_a_wrong_one_makes_the_loss_nan_and_changes_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def not_read(micro_batches: Any, spec: Any) -> torch.Tensor:
+    def not_read(micro_batches: Any, spec: Any, token_parts: int) -> torch.Tensor:
         return torch.tensor(True)
 
     monkeypatch.setattr(module, "check_micro_batches", not_read)

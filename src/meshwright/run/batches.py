@@ -30,11 +30,14 @@ def check_planned(micro_batches: Sequence[MicroBatch], plan: Plan) -> None:
         )
 
 
-def check_micro_batches(micro_batches: Sequence[MicroBatch], spec: ModelSpec) -> torch.Tensor | None:
+def check_micro_batches(
+    micro_batches: Sequence[MicroBatch], spec: ModelSpec, token_parts: int = 1
+) -> torch.Tensor | None:
     """Refuse what the model cannot be trained on.
 
     Args:
         micro_batches: any number but none, each of any size, tokens and labels [b, s].
+        token_parts: into how many equal parts the ranks divide the tokens of a sequence.
 
     Returns:
         on a GPU whether a value is out of range (bool scalar); None where the values were looked at here.
@@ -47,6 +50,12 @@ def check_micro_batches(micro_batches: Sequence[MicroBatch], spec: ModelSpec) ->
         raise InputError("no micro-batches were given; give at least one")
     for index, (tokens, labels) in enumerate(micro_batches):
         _check_form(index, tokens, labels, spec)
+        if tokens.shape[1] % token_parts:
+            raise InputError(
+                f"micro-batch {index} has sequences of {tokens.shape[1]} tokens, which {token_parts} ranks cannot divide "
+                f"evenly; fill them up to {-(-tokens.shape[1] // token_parts) * token_parts} (labels {IGNORE}), or take "
+                "a plan that does not divide sequences"
+            )
     wrong = [_out_of_range(tokens, labels, spec.vocab_size) for tokens, labels in micro_batches]
     found = torch.stack(wrong)
     if found.device.type != "cpu":

@@ -86,6 +86,9 @@ class Engine:
             self.parallel.states.fill(lambda at: checkpoint.read(params[at.name], at.box))
         self.optimizer.sync_master()
 
+    def _check(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
+        return check_micro_batches(micro_batches, self.plan.model, self.plan.strategy.hidden_parts[1])
+
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Counted tokens of these micro-batches over all dp ranks."""
         return self.parallel.count_tokens(micro_batches)
@@ -105,7 +108,7 @@ class Engine:
         Raises:
             InputError: tokens, labels or shapes that the model cannot be trained on.
         """
-        wrong = check_micro_batches(micro_batches, self.plan.model)
+        wrong = self._check(micro_batches)
         scale = self.optimizer.loss_scale.scale
         loss = self.parallel.forward_backward(micro_batches, num_tokens=num_tokens, reduce=reduce, loss_scale=scale)
         return loss if wrong is None else loss.masked_fill(wrong, nan)
@@ -153,7 +156,7 @@ class Engine:
     def _step_on(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
         """A step of an asynchronous schedule."""
         _check_rate(learning_rate)
-        wrong = check_micro_batches(micro_batches, self.plan.model)
+        wrong = self._check(micro_batches)
         loss = self.parallel.step(micro_batches, learning_rate, self._update_by_itself)
         loss = loss if wrong is None else loss.masked_fill(wrong, nan)
         norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss), self._last_square)
@@ -221,7 +224,7 @@ class Engine:
         return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        wrong = check_micro_batches(micro_batches, self.plan.model)
+        wrong = self._check(micro_batches)
         loss, tokens = self.parallel.evaluate(micro_batches)
         return (loss if wrong is None else loss.masked_fill(wrong, nan)), tokens
 
