@@ -51,10 +51,10 @@ def check_micro_batches(
     for index, (tokens, labels) in enumerate(micro_batches):
         _check_form(index, tokens, labels, spec)
         if tokens.shape[1] % token_parts:
+            filled = -(-tokens.shape[1] // token_parts) * token_parts
             raise InputError(
-                f"micro-batch {index} has sequences of {tokens.shape[1]} tokens, which {token_parts} ranks cannot divide "
-                f"evenly; fill them up to {-(-tokens.shape[1] // token_parts) * token_parts} (labels {IGNORE}), or take "
-                "a plan that does not divide sequences"
+                f"micro-batch {index} has sequences of {tokens.shape[1]} tokens, which {token_parts} ranks cannot "
+                f"divide evenly; fill them up to {filled} (labels {IGNORE}), or take a plan that does not divide them"
             )
     wrong = [_out_of_range(tokens, labels, spec.vocab_size) for tokens, labels in micro_batches]
     found = torch.stack(wrong)
