@@ -11,6 +11,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
 from meshwright.report.tables import (
     Comparison,
+    beside_rehearsal,
     compare_memory,
     compare_step_time,
     compare_traffic,
@@ -250,3 +251,15 @@ def test_comparison_shows_both_and_the_difference():
 )
 def test_sparkline(values, width, line):
     assert sparkline(values, width) == line
+
+
+def test_a_dry_run_stands_between_forecast_and_measurement():
+    held = MemoryBreakdown(1_234_000_001, 2_000_000_000, 80_000_000_000, 4_700_000_000, 0)
+    measured, rehearsed = compare_memory(MEMORY, MEMORY), compare_memory(MEMORY, held)
+    extra = [Comparison("only rehearsed", 1, 2, "calls")]
+    table = comparison_table(beside_rehearsal(measured, [*rehearsed, *extra]))
+    assert cells(table, "memory, activations")[1:] == ["4.56 GB", "4.70 GB", "4.56 GB", "equal"]
+    assert cells(table, "only rehearsed")[1:] == ["1", "2", "–", "+100.0%"]
+    alone = comparison_table(beside_rehearsal([], rehearsed))
+    assert cells(alone, "memory, activations")[1:] == ["4.56 GB", "4.70 GB", "–", "+3.1%"]
+    assert len(show(comparison_table(beside_rehearsal(measured, [])))[1].split()) == 3

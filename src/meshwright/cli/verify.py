@@ -1,57 +1,125 @@
-"""`meshwright verify`: forecast beside measured."""
+"""`meshwright verify`: forecast, dry run and measurement beside each other."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.core.units import counted
 from meshwright.run.folder import RunFolder
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
-def verify_command(run: Annotated[Path, typer.Argument(help="The folder of a training run.")]) -> None:
-    """Lay forecast and measurement side by side; exit status 1 where traffic or memory differs."""
-    if not print_verification(RunFolder(run)):
+    from rich.console import Console
+
+    from meshwright.core.plan import Plan
+    from meshwright.core.record import RankRecord
+    from meshwright.report.tables import Comparison
+
+
+def verify_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN|PLAN", help="A training run's folder, or a plan file.")],
+) -> None:
+    """Lay forecast, dry run and measurement side by side; exit status 1 where traffic or memory differs."""
+    if not (print_plan(run) if run.is_file() else print_verification(RunFolder(run), with_dry_run=True)):
         raise typer.Exit(1)
 
 
-def print_verification(run: RunFolder) -> bool:
+def print_plan(file: Path) -> bool:
+    """Print forecast and dry run of a plan. True where every role would send and hold what was forecast."""
+    from meshwright.core.plan import Plan
+    from meshwright.rehearse.verify import rehearsed_differences
+    from meshwright.report.tables import report_console
+
+    plan = Plan.load(file)
+    records = _rehearsed(plan)
+    full = max(records, key=lambda r: r.memory.total_bytes)
+    console = report_console()
+    _print_table(console, full.rank, [], list(_compared(plan, full)))
+    wrong = rehearsed_differences(plan, records)
+    for difference in wrong:
+        console.print(f"dry run differs: {difference}", highlight=False)
+    if not wrong:
+        _print_agreement(console, f"dry run of {counted(len(records), 'role')}")
+    console.print(f"nothing was measured: `meshwright train {file} --out RUN`, then `meshwright verify RUN`")
+    return not wrong
+
+
+def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
     """Print the comparison of a run. True where every rank sent and held what was forecast."""
     from meshwright.core.record import RankRecord
-    from meshwright.cost.memory import memory
-    from meshwright.cost.traffic import traffic
     from meshwright.planner.price import price
-    from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble
-    from meshwright.report.tables import (
-        compare_memory,
-        compare_step_time,
-        compare_traffic,
-        compare_waits,
-        comparison_table,
-        report_console,
-    )
+    from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble, rehearsed_differences
+    from meshwright.report.tables import compare_step_time, compare_waits, report_console
 
     plan, records = run.plan(), RankRecord.load_all(run.measured)
-    wrong = differences(plan, records)
+    wrong = [f"differs: {difference}" for difference in differences(plan, records)]
     full = max(records, key=lambda r: r.memory.total_bytes)
-    model, job, strategy = plan.model, plan.job, plan.strategy
-    step = price(model, plan.cluster, job, strategy).step_time
+    rehearsed = _rehearsed(plan) if with_dry_run else []
+    wrong += [f"dry run differs: {difference}" for difference in rehearsed_differences(plan, rehearsed)]
+    step = price(plan.model, plan.cluster, plan.job, plan.strategy).step_time
     rows = [
-        *compare_memory(memory(model, job, strategy, full.coordinates), full.memory),
-        *compare_traffic(traffic(model, job, strategy, full.coordinates), full.traffic),
+        *_compared(plan, full),
         *compare_step_time(step, max(r.step_time_s for r in records) or None, measured_bubble(records)),
         *compare_waits(step, min((r.waited_s for r in records), key=lambda waited_s: sum(waited_s.values()))),
     ]
     console = report_console()
-    console.print(comparison_table(rows, f"Forecast beside measured, rank {full.rank} (the fullest)"))
-    for difference in wrong:
-        console.print(f"differs: {difference}", highlight=False)
+    _print_table(console, full.rank, rows, [c for r in _like(plan, full, rehearsed) for c in _compared(plan, r)])
+    for line in wrong:
+        console.print(line, highlight=False)
     if not wrong:
         who = f"all {len(records)} ranks" if len(records) > 1 else "the one rank"
-        console.print(
-            f"{who}: traffic equal to the byte; parameters, gradients, optimizer and buffers exact; "
-            f"activations within {ACTIVATION_TOLERANCE:.0%}",
-            highlight=False,
-        )
+        _print_agreement(console, who, ACTIVATION_TOLERANCE)
+        if rehearsed:
+            _print_agreement(console, f"dry run of {counted(len(rehearsed), 'role')}")
     return not wrong
+
+
+def _rehearsed(plan: Plan) -> list[RankRecord]:
+    from meshwright.run.dryrun import dry_run
+
+    return [r.record for r in dry_run(plan)]
+
+
+def _like(plan: Plan, record: RankRecord, rehearsed: Sequence[RankRecord]) -> list[RankRecord]:
+    """The dry run of the role of a rank, if there was one: that with the same forecast, of the same pipeline rank."""
+    from meshwright.core.axes import PP
+    from meshwright.cost.memory import memory
+
+    def held(of: RankRecord) -> object:
+        return of.coordinates[PP], memory(plan.model, plan.job, plan.strategy, of.coordinates)
+
+    return [r for r in rehearsed if held(r) == held(record)][:1]
+
+
+def _compared(plan: Plan, record: RankRecord) -> Iterator[Comparison]:
+    """Forecast of a rank beside its record, measured or rehearsed."""
+    from meshwright.cost.memory import memory
+    from meshwright.cost.traffic import traffic
+    from meshwright.report.tables import compare_memory, compare_traffic
+
+    model, job, strategy, at = plan.model, plan.job, plan.strategy, record.coordinates
+    yield from compare_memory(memory(model, job, strategy, at), record.memory)
+    yield from compare_traffic(traffic(model, job, strategy, at), record.traffic)
+
+
+def _print_table(console: Console, rank: int, measured: list[Comparison], rehearsed: list[Comparison]) -> None:
+    from meshwright.report.tables import beside_rehearsal, comparison_table
+
+    rows = beside_rehearsal(measured, rehearsed)
+    what = "Forecast, dry run and measured" if rehearsed else "Forecast beside measured"
+    console.print(comparison_table(rows, f"{what}, rank {rank} (the fullest)"))
+
+
+def _print_agreement(console: Console, who: str, tolerance: float | None = None) -> None:
+    from meshwright.rehearse.verify import REHEARSED_TOLERANCE
+
+    within = REHEARSED_TOLERANCE if tolerance is None else tolerance
+    console.print(
+        f"{who}: traffic equal to the byte; parameters, gradients, optimizer and buffers exact; "
+        f"activations within {within:.0%}",
+        highlight=False,
+    )

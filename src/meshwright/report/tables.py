@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Protocol
 
@@ -177,21 +177,28 @@ _DATA_PARALLEL_PHASES = ("gather", "gradients", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One quantity as two witnesses tell it. `unit`: bytes, seconds, calls or fraction."""
+    """One quantity as its witnesses tell it. `unit`: bytes, seconds, calls or fraction."""
 
     name: str
     forecast: float | None
     measured: float | None
     unit: str
+    rehearsed: float | None = None
+    """What a dry run counted."""
+
+    @property
+    def found(self) -> float | None:
+        """What the forecast is held against: measured, or where nothing was, rehearsed."""
+        return self.rehearsed if self.measured is None else self.measured
 
     @property
     def relative_difference(self) -> float | None:
-        """(measured − forecast) / forecast; None where one is missing, inf where only forecast is 0."""
-        if self.forecast is None or self.measured is None:
+        """(found − forecast) / forecast; None where one is missing, inf where only forecast is 0."""
+        if self.forecast is None or self.found is None:
             return None
-        if self.forecast == self.measured:
+        if self.forecast == self.found:
             return 0.0
-        return (self.measured - self.forecast) / self.forecast if self.forecast else float("inf")
+        return (self.found - self.forecast) / self.forecast if self.forecast else float("inf")
 
 
 def compare_memory(forecast: MemoryBreakdown, measured: MemoryBreakdown) -> list[Comparison]:
@@ -235,15 +242,28 @@ def compare_waits(forecast: StepTime, waited_s: Mapping[str, float]) -> list[Com
     ]
 
 
+def beside_rehearsal(measured: Iterable[Comparison], rehearsed: Iterable[Comparison]) -> list[Comparison]:
+    """What two witnesses say against the same forecast, as one list; a quantity that only one knows is shown too.
+
+    Args:
+        measured: of a run; may be empty.
+        rehearsed: the same with a dry run in the place of the run.
+    """
+    counted = {c.name: c for c in rehearsed}
+    rows = [replace(c, rehearsed=counted.pop(c.name).measured) if c.name in counted else c for c in measured]
+    return rows + [replace(c, measured=None, rehearsed=c.measured) for c in counted.values()]
+
+
 def comparison_table(comparisons: Sequence[Comparison], title: str = "Forecast beside measured") -> Table:
-    """One row per quantity: forecast, measured, and how far measured is from forecast."""
+    """One row per quantity: forecast, what a dry run counted if there was one, measured, and how far it is off."""
     table = plain_table(title)
+    is_rehearsed = any(c.rehearsed is not None for c in comparisons)
     table.add_column("")
-    for name in ("forecast", "measured", "difference"):
+    for name in ("forecast", *(("dry run",) if is_rehearsed else ()), "measured", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    for comparison in comparisons:
-        cells = (_quantity(value, comparison.unit) for value in (comparison.forecast, comparison.measured))
-        table.add_row(comparison.name, *cells, _difference(comparison))
+    for c in comparisons:
+        values = (c.forecast, *((c.rehearsed,) if is_rehearsed else ()), c.measured)
+        table.add_row(c.name, *(_quantity(value, c.unit) for value in values), _difference(c))
     return table
 
 
@@ -337,11 +357,11 @@ def _quantity(value: float | None, unit: str) -> str:
 def _difference(comparison: Comparison) -> str:
     """`equal`, `+3.1 %` or, where a percentage would hide it, the difference itself."""
     relative = comparison.relative_difference
-    if relative is None or comparison.forecast is None or comparison.measured is None:
+    if relative is None or comparison.forecast is None or comparison.found is None:
         return NONE
     if relative == 0:
         return "equal"
-    delta = comparison.measured - comparison.forecast
+    delta = comparison.found - comparison.forecast
     if comparison.unit == "fraction":
         return f"{delta * 100:+.1f} points"
     if not isfinite(relative) or abs(relative) < 0.0005:
