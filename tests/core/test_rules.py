@@ -36,6 +36,13 @@ BROKEN = {
         {"seq_length": 1022},
         "tp=4 does not divide the tokens of a sequence 1022",
     ),
+    "recompute-choice": (
+        2,
+        {"dp": 2, "num_micro_batches": 6, "recompute_layers": 2},
+        {},
+        {},
+        "recompute_layers=2 with recompute=none",
+    ),
     "tp-vocab": (4, {"tp": 4, "num_micro_batches": 12}, {"vocab_size": 3}, {}, "tp=4.*3 rows"),
     "pp-layers": (6, {"pp": 6, "num_micro_batches": 12}, {}, {}, "pp=6.*4 layers"),
     "pp-layer-list": (

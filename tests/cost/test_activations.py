@@ -8,9 +8,10 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.activations import (
     embedding_terms,
     head_terms,
-    kept_layer_terms,
+    layer_input_terms,
     layer_terms,
     loss_terms,
+    recomputed_core_terms,
     total_bytes,
 )
 from meshwright.cost.memory import activations_bytes
@@ -116,9 +117,16 @@ def test_llama_70b_layer_is_as_published_by_hand():
 
 def test_recompute_keeps_one_hidden_state():
     spec = SPECS["llama"]
-    (term,) = kept_layer_terms(spec, Strategy(recompute="full", precision="bf16"), B, S)
+    (term,) = layer_input_terms(spec, Strategy(recompute="full", precision="bf16"), B, S)
     assert term.bytes == 2 * B * S * spec.hidden_size
-    assert kept_layer_terms(spec, Strategy(), B, S) == layer_terms(spec, Strategy(), B, S)
+
+
+def test_selective_recompute_drops_what_the_core_makes():
+    spec = SPECS["llama"]
+    whole = layer_terms(spec, Strategy(tp=2), B, S)
+    dropped = recomputed_core_terms(spec, Strategy(tp=2), B, S)
+    assert {term.name for term in dropped} == {"attention output", "log-sum-exp"}
+    assert all(term in whole for term in dropped)
 
 
 def test_ends_stand_on_the_end_stages():

@@ -101,6 +101,21 @@ def _sequence(c: Case) -> str | None:
     )
 
 
+def _recompute(c: Case) -> str | None:
+    s = c.strategy
+    for name, is_set, without in (
+        (f"recompute_layers={s.recompute_layers}", s.recompute_layers is not None, s.recompute == "none"),
+        (f"recompute_group={s.recompute_group}", s.recompute_group > 1, s.recompute != "full"),
+    ):
+        if is_set and without:
+            return f"{name} with recompute={s.recompute}"
+    if s.recompute_group > 1 and s.zero == 3:
+        return f"recompute_group={s.recompute_group} with zero=3"
+    if s.tile > 1 and (s.recompute == "selective" or s.recompute_layers is not None):
+        return f"{'recompute=selective' if s.recompute == 'selective' else 'recompute_layers'} with tile={s.tile}"
+    return None
+
+
 def _layers(c: Case) -> str | None:
     parts, layers = c.strategy.num_parts, c.model.num_layers
     return f"{_parts(c)} is more than the {counted(layers, 'layer')}" if parts > layers else None
@@ -352,6 +367,13 @@ RULES = (
         _delayed,
     ),
     Rule(
+        "recompute-choice",
+        "recompute_layers needs recompute, recompute_group > 1 needs recompute=full and zero below 3; selective and "
+        "recompute_layers need tile=1",
+        "only layers that run again can be chosen or put together; blocks and tiles are gathered in one order",
+        _recompute,
+    ),
+    Rule(
         "shard-node",
         "with shard_over=node every node holds several ranks of each dp group, equally many",
         "the ranks of a node share one copy",
@@ -396,6 +418,8 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
             "reduce_each": False,
             "prefetch": 1,
             "tile": 1,
+            "recompute_layers": None,
+            "recompute_group": 1,
             "offload": Offload(),
         }
     )

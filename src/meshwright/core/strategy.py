@@ -32,6 +32,9 @@ from meshwright.core.values import Value
 Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "fp16", "fp16-16"]
 
 
+Recompute = Literal["none", "full", "selective"]
+
+
 class Offload(Value):
     """Which states leave the device between their uses, and where to (Ren et al. 2021; Rajbhandari et al. 2021)."""
 
@@ -98,8 +101,13 @@ class Strategy(Value):
     """Sequences per micro-batch and data-parallel rank."""
     num_micro_batches: int = Field(default=1, gt=0)
     """Micro-batches per step and data-parallel rank; also gradient accumulation when pp = 1."""
-    recompute: Literal["none", "full"] = "none"
-    """`full` keeps a layer's input alone and runs the layer again in backward."""
+    recompute: Recompute = "none"
+    """`full` keeps a layer's input alone and runs the layer again in backward; `selective` keeps q, k and v, and runs
+    attention's core again (scores, softmax, values), whose output and log-sum-exp it does not keep."""
+    recompute_layers: int | None = Field(default=None, gt=0)
+    """With recompute: only the first so many layers of each stage; None: all."""
+    recompute_group: int = Field(default=1, gt=0)
+    """With recompute=full: so many layers in a row are kept by the input of the first alone, and run again together."""
     precision: Precision = "fp32"
     """Byte recipe: the dtype of parameters, gradients and optimizer state."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -261,16 +269,34 @@ class Strategy(Value):
         counts = self.layers_per_stage or split_layers(num_layers, self.num_parts)
         return _ranges(counts) * self.pipeline_schedule.num_directions
 
+    def num_recomputed(self, num_layers: int) -> int:
+        """Layers that a stage of `num_layers` runs again in backward, in whole or in part: its first ones."""
+        if self.recompute == "none":
+            return 0
+        return num_layers if self.recompute_layers is None else min(num_layers, self.recompute_layers)
+
+    def recompute_groups(self, layers: range) -> tuple[range, ...]:
+        """The layers of a stage that are run again, those together that are run again together."""
+        again = layers[: self.num_recomputed(len(layers))]
+        return tuple(again[at : at + self.recompute_group] for at in range(0, len(again), self.recompute_group))
+
     def describe(self) -> str:
         """Short name, for tables: `D2 T2 P2 zero1 1f1b m8×b1`; several stages per rank as `interleaved-1f1b v2`."""
-        recompute = " recompute" if self.recompute == "full" else ""
         chunks = f" v{self.num_chunks}" if self.num_chunks > 1 else ""
         has_order = self.pp > 1 or self.pipeline_schedule.is_asynchronous
         schedule = f" {self.schedule}{chunks}" if has_order else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
         zero = f"zero{self.zero}{self._zero_choices()}"
         degrees = f"D{self.dp}{self._context()} T{self.tp}{self._tensor()} P{self.pp}"
-        return f"{degrees} {zero}{schedule}{batch}{recompute} {self.precision}"
+        return f"{degrees} {zero}{schedule}{batch}{self._recompute()} {self.precision}"
+
+    def _recompute(self) -> str:
+        """` recompute`, ` selective first 2`, ` recompute by 3`."""
+        if self.recompute == "none":
+            return ""
+        first = f" first {self.recompute_layers}" if self.recompute_layers else ""
+        together = f" by {self.recompute_group}" if self.recompute_group > 1 else ""
+        return (" recompute" if self.recompute == "full" else " selective") + first + together
 
     def _context(self) -> str:
         """` C4 ring zigzag`."""

@@ -177,23 +177,41 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
         z.kept("q", q),
         z.kept("k", kv),
         z.kept("v", kv),
-        z.kept("attention output", q),
-        z.statistics("log-sum-exp", z.heads),
-        *_norm_terms(spec, z, "mlp norm"),
-        *(_expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _mlp_terms(spec, z)),
+        *recomputed_core_terms(spec, strategy, b, s),
+        *mlp_half_terms(spec, strategy, b, s, layer),
     ]
 
 
-def kept_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
-    """What one layer keeps from its forward to its backward: its input alone under full recompute.
-
-    Under full recompute the terms of :func:`layer_terms`, less that input, live besides for the one layer whose
-    backward runs. Source: Chen et al. 2016.
-    """
-    if strategy.recompute == "none":
-        return layer_terms(spec, strategy, b, s, layer)
+def recomputed_core_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+    """Of :func:`layer_terms`, what selective recompute does not keep: what comes out of attention's core."""
     z = _sizes(spec, strategy, b, s)
-    return [z.hidden_state("layer input")]
+    return [z.kept("attention output", z.heads * z.head_dim), z.statistics("log-sum-exp", z.heads)]
+
+
+def layer_input_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+    """What is kept of a group of layers under full recompute: the input of the first. Their :func:`layer_terms`, less
+    that input, live besides while the group's backward runs. Source: Chen et al. 2016."""
+    return [_sizes(spec, strategy, b, s).hidden_state("layer input")]
+
+
+def mlp_half_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
+    """Of :func:`layer_terms`, those of the mlp and its norm: free when backward comes to attention."""
+    z = _sizes(spec, strategy, b, s)
+    mlp = _expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _mlp_terms(spec, z)
+    return [*_norm_terms(spec, z, "mlp norm"), *mlp]
+
+
+def postponed_mlp_half_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
+    """Of :func:`postponed_layer_terms`, those of the mlp, and what o then adds."""
+    z = _sizes(spec, strategy, b, s)
+    mlp = _postponed_expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _postponed_mlp_terms(spec, z, z.ffn)
+    return [*mlp, z.kept("gradient of o", z.hidden)]
+
+
+def output_gradient_bytes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
+    """The gradient of a layer's output, as its last product sees it."""
+    z = _sizes(spec, strategy, b, s)
+    return z.kept("gradient of down", z.hidden).bytes
 
 
 def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
@@ -208,8 +226,7 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, l
         z.hidden_state("attention input"),
         z.kept("gradients of q, k and v", q + 2 * kv),
         z.kept("attention output", q),
-        z.kept("gradient of o", z.hidden),
-        *(_postponed_expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _postponed_mlp_terms(spec, z, z.ffn)),
+        *postponed_mlp_half_terms(spec, strategy, b, s, layer),
     ]
 
 
@@ -226,16 +243,6 @@ def _postponed_expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[
     shared = _postponed_mlp_terms(spec, z, z.shared_ffn) if spec.shared_ffn_size else []
     return [ByteTerm(f"{whose} {term.name}", term.bytes)
             for whose, terms in (("experts'", inner), ("shared experts'", shared)) for term in terms]  # fmt: skip
-
-
-def input_gradient_bytes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
-    """What I of a layer holds at most beyond what the layer has kept: the gradient of its output; with sequence
-    parallelism later also the gathered one of o, when the mlp's norm has gone back and its input is free."""
-    z = _sizes(spec, strategy, b, s)
-    output = z.kept("gradient of down", z.hidden).bytes
-    freed = _norm_terms(spec, z, "mlp norm")
-    freed += [term for term in _mlp_terms(spec, z) if term.name == "activated gate"]
-    return max(output, 2 * output - total_bytes(freed)) if strategy.sequence == "megatron" else output
 
 
 def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:

@@ -3,6 +3,7 @@
     per token   forward    2·N_mm + 4·L·a·d·s_eff      N_mm: parameters in matrix products (cost.params)
                 training   3 × forward                 backward multiplies by weights and by activations
                 recompute  + forward of the layers     (full: each layer runs a second time; the head does not)
+                           + attention's core          (selective: scores and values, 4·L·a·d·s_eff)
 
 `s_eff` is the number of keys that a query meets: s under the full mask, s/2 under the causal one (a sliding window is
 not discounted). A multiply and an add count as two; softmax, norms, biases and activations are left out. MODEL FLOPs
@@ -127,9 +128,10 @@ def forward_flops_per_token(spec: ModelSpec, seq_length: int, *, causal: bool = 
 
 
 def training_flops_per_token(spec: ModelSpec, seq_length: int, recompute: str = "none", *, causal: bool = False) -> int:
-    """Forward, backward (twice forward), and with `recompute="full"` the layers' forward once more."""
-    again = total_flops(layers_forward_terms(spec, range(spec.num_layers), seq_length, causal=causal))
-    return 3 * forward_flops_per_token(spec, seq_length, causal=causal) + (again if recompute == "full" else 0)
+    """Forward, backward (twice forward), and what every layer runs once more with `recompute`."""
+    terms = layers_forward_terms(spec, range(spec.num_layers), seq_length, causal=causal)
+    again = StageFlops(total_flops(terms), 0, _scores(terms)).again(recompute)
+    return 3 * forward_flops_per_token(spec, seq_length, causal=causal) + again
 
 
 # --- one step of a job -------------------------------------------------------------------------------------
@@ -168,7 +170,15 @@ class StageFlops:
 
     def training(self, recompute: str) -> int:
         """Forward, backward and recomputation of one micro-batch."""
-        return 3 * self.forward + (self.layers if recompute == "full" else 0)
+        return 3 * self.forward + self.again(recompute)
+
+    def again(self, recompute: str) -> int:
+        """Recomputation, where it is of all layers."""
+        return {"none": 0, "full": self.layers, "selective": self.scores}[recompute]
+
+
+def _scores(terms: Iterable[FlopTerm]) -> int:
+    return total_flops(term for term in terms if term.name in WITHOUT_WEIGHTS)
 
 
 def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, causal: bool = True) -> StageFlops:
@@ -179,7 +189,7 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
     tokens = strategy.micro_batch_size * job.seq_length
     layers = strategy.stage_layers(spec.num_layers)[stage]
     terms = layers_forward_terms(spec, layers, job.seq_length, causal=causal, tp=strategy.tp)
-    scores = total_flops(term for term in terms if term.name in WITHOUT_WEIGHTS)
+    scores = _scores(terms)
     _, is_last = strategy.stage_ends(stage)
     head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if is_last else 0
     return StageFlops(layers=tokens * total_flops(terms), head=tokens * head, scores=tokens * scores)

@@ -147,7 +147,7 @@ def stage_costs(
 
     Raises InputError where the cluster states no peak for the strategy's compute dtype.
     """
-    flops = stage_flops(model, job, strategy, stage)
+    flops, num_layers = stage_flops(model, job, strategy, stage), len(strategy.stage_layers(model.num_layers)[stage])
     phases = _seconds_by_phase(model, strategy, cluster, sent)
     m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
 
@@ -155,8 +155,8 @@ def stage_costs(
         return phases.get(phase, 0.0) / m
 
     speed = flops_per_s(cluster, strategy)
-    forward, backward = _compute_terms(flops, speed, strategy, collectives)
-    num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
+    forward, backward = _compute_terms(flops, num_layers, speed, strategy, collectives)
+    num_blocks = num_layers + 1
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
     gathers_s = _gathers_s(phases.get("gather", 0.0) / per_rank, strategy)
     reads_s = _gathers_s(tiers.gathers_s / per_rank, strategy)
@@ -183,10 +183,10 @@ def stage_costs(
 
 
 def _compute_terms(
-    flops: StageFlops, speed: float, strategy: Strategy, collectives: Callable[[str], float]
+    flops: StageFlops, num_layers: int, speed: float, strategy: Strategy, collectives: Callable[[str], float]
 ) -> tuple[tuple[TimeTerm, ...], tuple[TimeTerm, ...]]:
     """(forward, backward) of one micro-batch, but for what comes and goes over dp and tiers."""
-    recompute = strategy.recompute == "full"
+    again = flops.again(strategy.recompute) * strategy.num_recomputed(num_layers) / num_layers
     forward = (
         TimeTerm("layers", flops.layers / speed),
         TimeTerm("head", flops.head / speed),
@@ -196,7 +196,7 @@ def _compute_terms(
         TimeTerm("layers", 2 * flops.layers / speed),
         TimeTerm("head", 2 * flops.head / speed),
         TimeTerm("tensor-parallel reductions", collectives("backward")),
-        TimeTerm("recomputation", flops.layers / speed * recompute + collectives("recompute")),
+        TimeTerm("recomputation", again / speed + collectives("recompute")),
     )
     return forward, backward
 

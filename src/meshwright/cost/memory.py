@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal
 
 from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
@@ -21,16 +20,19 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.program import Kind
 from meshwright.core.sharding import sharding
-from meshwright.core.strategy import Precision, Strategy
+from meshwright.core.strategy import Precision, Recompute, Strategy
 from meshwright.cost.activations import (
     embedding_terms,
     head_terms,
-    input_gradient_bytes,
-    kept_layer_terms,
+    layer_input_terms,
     layer_terms,
     loss_terms,
+    mlp_half_terms,
+    output_gradient_bytes,
     postponed_head_terms,
     postponed_layer_terms,
+    postponed_mlp_half_terms,
+    recomputed_core_terms,
     total_bytes,
 )
 from meshwright.cost.in_flight import Instant, instants
@@ -82,34 +84,39 @@ def working_bytes(buckets: Sequence[Bucket], strategy: Strategy) -> int:
 def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> int:
     """What autograd keeps, and what is postponed, at the worst instant of a step on one pipeline rank.
 
-    Without recompute that is the end of a forward: all live micro-batches, each with everything. With it there is
-    another candidate, the backward of the last layer, when the head's share of that micro-batch is gone and one whole
-    layer has come back. Where backward is split, what I frees is no more than what it keeps for W, and while it is in a
-    layer the gradient of that layer's output comes on top.
+    Without recompute that is the end of a forward: all live micro-batches, each with everything. With it there are
+    other candidates, the backward of layers that run again: the head's share of that micro-batch is gone, and whole
+    layers have come back. Where backward is split, what I frees is no more than what it keeps for W, and while it is in
+    a layer, gradients that its products keep come on top.
     """
     return next(activations_by_rank(model, job, strategy, [rank]))
 
 
 def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
     """:func:`activations_bytes` of several pipeline ranks."""
-    kinds = strategy.precision, strategy.recompute, strategy.sequence
+    kinds = strategy.precision, strategy.sequence
     part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length)
     layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
     asked = list(ranks)
     for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
         stages = [
-            _StageBytes(part, _layer_bytes(model, part, layers[s]), s % parts == 0, s % parts == parts - 1)
+            _StageBytes(part, _units(model, part, strategy, layers[s]), s % parts == 0, s % parts == parts - 1)
             for s in by_rank[rank]
         ]
         yield max(_held(instant, stages) for instant in fullest)
 
 
-def _layer_bytes(model: ModelSpec, part: _Parts, layers: range) -> tuple[tuple[_LayerBytes, int], ...]:
-    """Runs of equal layers in a row, in forward order."""
-    if not model.dense_layers:
-        return ((part.sparse if model.num_experts else part.dense, len(layers)),)
-    kinds = groupby(map(model.is_sparse, layers))
-    return tuple((part.sparse if is_sparse else part.dense, len(list(run))) for is_sparse, run in kinds)
+def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) -> tuple[tuple[_Unit, int], ...]:
+    """Runs of equal units in a row, in forward order: of what is kept, and goes back, together."""
+    groups = strategy.recompute_groups(layers)
+    kinds = [tuple(map(model.is_sparse, group)) for group in groups]
+    found = [(part.unit(kind, strategy.recompute), len(list(run))) for kind, run in groupby(kinds)]
+    rest = layers[strategy.num_recomputed(len(layers)) :]
+    if not model.num_experts or not model.dense_layers:
+        runs = [(bool(model.num_experts), len(rest))] if rest else []
+    else:
+        runs = [(is_sparse, len(list(run))) for is_sparse, run in groupby(map(model.is_sparse, rest))]
+    return (*found, *((part.unit((is_sparse,), "none"), count) for is_sparse, count in runs))
 
 
 def _held(instant: Instant, stages: Sequence[_StageBytes]) -> int:
@@ -123,49 +130,78 @@ class _StageBytes:
     """What one micro-batch keeps on one stage."""
 
     part: _Parts
-    layers: tuple[tuple[_LayerBytes, int], ...]
+    units: tuple[tuple[_Unit, int], ...]
     is_first: bool
     is_last: bool
 
     @property
     def kept(self) -> int:
         """From forward to backward."""
-        layers = sum(layer.kept * count for layer, count in self.layers)
-        return layers + self.part.front * self.is_first + self.part.back * self.is_last
+        units = sum(unit.kept * count for unit, count in self.units)
+        return units + self.part.front * self.is_first + self.part.back * self.is_last
 
     @property
     def postponed(self) -> int:
         """From I to W."""
-        return sum(layer.postponed * count for layer, count in self.layers) + self.part.postponed_back * self.is_last
+        return sum(unit.postponed * count for unit, count in self.units) + self.part.postponed_back * self.is_last
 
     def more(self, runs: Kind) -> int:
-        """At most beyond `kept`, while its backward runs: in one of its layers, when those behind it are done."""
+        """At most beyond `kept`, while its backward runs: in one of its units, when those behind it are done."""
         part = self.part
         if runs is Kind.B:
             return max(self._within(0)) - part.back * self.is_last
-        return max(self._within(1)) + part.input_gradient + (part.postponed_back - part.back) * self.is_last
+        return max(self._within(1)) + (part.postponed_back - part.back) * self.is_last
 
     def _within(self, is_split: int) -> Iterator[int]:
-        """Beyond `kept` in the last layer of each run, and in the first: those behind it have freed what they kept,
+        """Beyond `kept` in the last unit of each run, and in the first: those behind it have freed what they kept,
         and, where backward is split, keep for W what is postponed."""
         behind = 0
-        for layer, count in reversed(self.layers):
-            of_one, whole = is_split * layer.postponed - layer.kept, layer.whole - layer.kept
-            yield behind + whole
-            yield behind + (count - 1) * of_one + whole
+        for unit, count in reversed(self.units):
+            of_one = is_split * unit.postponed - unit.kept
+            most = (unit.most_split if is_split else unit.most) - unit.kept
+            yield behind + most
+            yield behind + (count - 1) * of_one + most
             behind += count * of_one
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerBytes:
-    """Bytes that one micro-batch keeps of one layer."""
+class _Unit:
+    """Bytes that one micro-batch keeps of a layer, or of layers that are run again together."""
 
     kept: int
     """From forward to backward."""
-    whole: int
+    most: int
     """While its backward runs."""
     postponed: int
     """From I to W."""
+    most_split: int
+    """While its I runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """Bytes of one layer of one micro-batch, if nothing is run again."""
+
+    kept: int
+    """From forward to backward."""
+    core: int
+    """Of it, what attention's core makes."""
+    mlp_half: int
+    """Of it, what is free when backward comes to attention."""
+    postponed: int
+    """From I to W."""
+    postponed_mlp_half: int
+    """Of it, when I comes to attention, with the gradient that goes into it."""
+    gradient: int
+    """Of its output."""
+
+    def unit(self, recompute: Recompute) -> _Unit:
+        """By itself; kept but for attention's core with `selective`."""
+        again = self.core if recompute == "selective" else 0
+        kept, at_attention = self.kept - again, self.kept - self.mlp_half
+        most = kept if not again else max(kept, at_attention)
+        most_split = max(kept + self.gradient, at_attention + self.postponed_mlp_half)
+        return _Unit(kept, most, self.postponed, most_split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,26 +218,37 @@ class _Parts:
     """By head and loss, from forward to backward."""
     postponed_back: int
     """By the head, from I to W."""
-    input_gradient: int
-    """By a layer whose I runs, beyond what it has kept."""
+    layer_input: int
+    """By layers that are run again, of which the first one's input is kept."""
+
+    def unit(self, are_sparse: tuple[bool, ...], recompute: Recompute) -> _Unit:
+        """Of layers in a row, of which these are sparse."""
+        units = [(self.sparse if is_sparse else self.dense).unit(recompute) for is_sparse in are_sparse]
+        if recompute != "full":
+            return units[0]
+        kept, postponed = sum(unit.kept for unit in units), sum(unit.postponed for unit in units)
+        split, before, behind = 0, kept, 0
+        for unit in reversed(units):
+            before -= unit.kept
+            split = max(split, before + unit.most_split + behind)
+            behind += unit.postponed
+        return _Unit(self.layer_input, kept, postponed, split)
 
 
 @lru_cache(maxsize=4096)
-def _one_micro_batch(
-    model: ModelSpec,
-    tp: int,
-    precision: Precision,
-    recompute: Literal["none", "full"],
-    sequence: SequenceKind,
-    b: int,
-    s: int,
-) -> _Parts:
+def _one_micro_batch(model: ModelSpec, tp: int, precision: Precision, sequence: SequenceKind, b: int, s: int) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
-    alone = Strategy(tp=tp, precision=precision, recompute=recompute, sequence=sequence)
+    alone = Strategy(tp=tp, precision=precision, sequence=sequence)
 
     def of_layer(layer: int) -> _LayerBytes:
-        by_kind = (kept_layer_terms, layer_terms, postponed_layer_terms)
-        return _LayerBytes(*(total_bytes(terms(model, alone, b, s, layer)) for terms in by_kind))
+        return _LayerBytes(
+            kept=total_bytes(layer_terms(model, alone, b, s, layer)),
+            core=total_bytes(recomputed_core_terms(model, alone, b, s)),
+            mlp_half=total_bytes(mlp_half_terms(model, alone, b, s, layer)),
+            postponed=total_bytes(postponed_layer_terms(model, alone, b, s, layer)),
+            postponed_mlp_half=total_bytes(postponed_mlp_half_terms(model, alone, b, s, layer)),
+            gradient=output_gradient_bytes(model, alone, b, s),
+        )
 
     dense = of_layer(model.dense_layers[0] if model.dense_layers else 0)
     has_both = model.num_experts and model.dense_layers
@@ -211,7 +258,7 @@ def _one_micro_batch(
         sparse=of_layer(next(filter(model.is_sparse, range(model.num_layers)))) if has_both else dense,
         back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s)]),
         postponed_back=total_bytes(postponed_head_terms(model, alone, b, s)),
-        input_gradient=input_gradient_bytes(model, alone, b, s),
+        layer_input=total_bytes(layer_input_terms(model, alone, b, s)),
     )
 
 

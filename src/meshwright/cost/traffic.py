@@ -90,9 +90,10 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
     needs the one and the head's input the other; inputs of column-parallel layers are gathered once more in backward.
     """
     m, whole = strategy.micro_batches_per_stage, region_bytes(model, job, strategy)
-    layers = 2 * m * len(strategy.stage_layers(model.num_layers)[stage])
+    num_layers = len(strategy.stage_layers(model.num_layers)[stage])
+    layers, is_full = 2 * m * num_layers, strategy.recompute == "full"
     is_first, is_last = strategy.stage_ends(stage)
-    first, last, again = m * is_first, m * is_last, layers * (strategy.recompute == "full")
+    first, last, again = m * is_first, m * is_last, 2 * m * strategy.num_recomputed(num_layers) * is_full
 
     def add(primitive: str, phase: str, times: int) -> None:
         total.add(primitive, TP, phase, whole, strategy.tp, times)
@@ -172,7 +173,7 @@ def num_gathers(strategy: Strategy, bucket: Bucket) -> int:
     if strategy.keeps_gathered:
         return 1
     first = bucket.slots[0].placement
-    is_repeated = strategy.recompute == "full" and first.tile is not None and first.layer is not None
+    is_repeated = first.tile is not None and first.layer is not None and strategy.recompute == "full"
     return (2 + is_repeated) * _num_passes(strategy, bucket)
 
 

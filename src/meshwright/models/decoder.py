@@ -99,6 +99,16 @@ class AttentionCore(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
+class Attend(nn.Module):
+    """Attention behind its projections: the core, heads joined, o. Another one may keep less of it for backward.
+
+    q [b, a, s, d] and k, v [b, g, s, d] → [b, s, h].
+    """
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: nn.Module, o: nn.Module) -> torch.Tensor:
+        return o(core(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads. [b, s, h] → [b, s, h]."""
 
@@ -113,6 +123,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
         self.project = Projections()
         self.core = AttentionCore()
+        self.attend = Attend()
         self.o = _linear(spec.heads_size, spec.hidden_size, spec.out_bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,8 +133,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             cos, sin = self.rope(q.shape[1], q.device, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return self.o(out.transpose(1, 2).flatten(2))
+        return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.core, self.o)
 
 
 def _activate(kind: str, x: torch.Tensor) -> torch.Tensor:

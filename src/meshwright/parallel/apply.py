@@ -80,8 +80,7 @@ class ParallelModel:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         self.products = direct.apply(self.states)
         self.tiles = tiling.apply(self.states, mesh, strategy)
-        if strategy.recompute == "full":
-            recompute.apply(model.layers, mesh.ledger)
+        recompute.apply(model.layers, spec, strategy, mesh)
         stages = pipeline.split(model, spec, strategy, mesh[PP].index)
         self.reducer = GradientReducer(self.states, mesh)
         self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.comm.collectives import all_gather_start, all_reduce_start, reduce_scatter_start
 from meshwright.comm.mesh import Axis
-from meshwright.parallel.products import Products, Written, write
+from meshwright.parallel.products import Products
 from meshwright.parallel.states import GradientSink
 
 Wait = Callable[[], torch.Tensor]
@@ -122,7 +122,7 @@ class _Columns(torch.autograd.Function):
             found[2 * i + 1] = rows[i].sum(0) if needs[2 * i + 1] else None
         if whole is not None:
             inputs = whole().reshape(-1, x.shape[-1])
-            _write(region.products, written, inputs)
+            region.products.add(written, inputs)
             for i in trained:
                 found[2 * i] = rows[i].t() @ inputs if ctx.sinks[i] is None else None
         elif trained:
@@ -136,13 +136,6 @@ def _of_input(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> 
     for grads, weight in zip(rows[1:], weights[1:], strict=True):
         total.addmm_(grads, weight)
     return total
-
-
-def _write(products: Products, written: Sequence[Written], inputs: torch.Tensor) -> None:
-    if products.is_postponed and written:
-        products.postpone(written, inputs, lambda: inputs)
-    else:
-        write(written, inputs)
 
 
 def columns(x: torch.Tensor, region: Region, layers: Sequence[Column]) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.products import Products, Written, write
+from meshwright.parallel.products import Products
 from meshwright.parallel.states import FlatStates, GradientSink
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -51,15 +51,8 @@ class _Linear(torch.autograd.Function):
         grads = grad.reshape(-1, grad.shape[-1])
         grad_x = (grads @ weight).view_as(x) if needs_x else None
         if needs_weight:
-            _write(ctx.products, (ctx.sink, grads), x.reshape(-1, x.shape[-1]))
+            ctx.products.add([(ctx.sink, grads)], x.reshape(-1, x.shape[-1]))
         return grad_x, None, grads.sum(0) if needs_bias else None, None, None
-
-
-def _write(products: Products, written: Written, inputs: torch.Tensor) -> None:
-    if products.is_postponed:
-        products.postpone([written], inputs, lambda: inputs)
-    else:
-        write([written], inputs)
 
 
 class _Embedding(torch.autograd.Function):
@@ -105,5 +98,6 @@ def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
     elif isinstance(module, ColumnParallelLinear):
         module.sink, module.region.products = sink, products
-    else:
+    elif isinstance(module, RowParallelLinear):
+        module.sink, module.region.products = sink, products
         module.multiply = lambda x, weight, bias: _Linear.apply(x, weight, bias, sink, products)

@@ -60,6 +60,13 @@ class Products:
         finally:
             self._postponed = None
 
+    def add(self, written: Sequence[Written], inputs: torch.Tensor) -> None:
+        """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in]: now, or later."""
+        if self._postponed is None:
+            write(written, inputs)
+        elif written:
+            self.postpone(written, inputs, lambda: inputs)
+
     def postpone(self, written: Sequence[Written], kept: torch.Tensor, inputs: Callable[[], torch.Tensor]) -> None:
         """Leave products for later.
 

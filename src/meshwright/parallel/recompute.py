@@ -1,8 +1,15 @@
-"""Full recompute: keep a layer's input, run the layer again in backward (Chen et al. 2016).
+"""Recomputation: keep little in forward, run it again in backward.
 
-What it divides: time, not space: 1 extra forward per layer, its tensor-parallel all-reduces included,
-for activations of one layer at a time.
-What it costs: `cost.activations` (one hidden state per layer), phase `recompute` in `cost.traffic`.
+What it divides: time, not space.
+
+    full        keeps a layer's input, or that of several in a row, and runs them again, tensor-parallel sums included
+                (Chen et al. 2016)
+    selective   keeps q, k and v, and runs attention's core again; its output, which is o's input, and the log-sum-exp
+                are not kept. No product with weights and no sum is repeated (Korthikanti et al. 2022 §5)
+
+Of each stage all layers, or its first ones (`Strategy.recompute_layers`), several together (`recompute_group`).
+What it needs: rule `recompute-choice`. What it costs: `cost.activations`, `cost.flops`, phase `recompute` in
+`cost.traffic`.
 """
 
 from __future__ import annotations
@@ -10,9 +17,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.mesh import Mesh
+from meshwright.core.axes import PP
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+from meshwright.parallel.tensor import RowParallelLinear
 
 
 class _Recompute(torch.autograd.Function):
@@ -38,22 +51,86 @@ class _Recompute(torch.autograd.Function):
 
 
 class Recomputed(nn.Module):
-    """A layer that is run again in backward."""
+    """Layers in a row that are run again in backward."""
 
-    def __init__(self, layer: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, layers: list[nn.Module], ledger: Ledger) -> None:
         super().__init__()
-        self.layer = layer
+        self.layers = nn.Sequential(*layers)
         self.ledger = ledger
         self.anchor = torch.empty(0, requires_grad=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._recomputed(x) if torch.is_grad_enabled() else self.layer(x)
+        return self._recomputed(x) if torch.is_grad_enabled() else self.layers(x)
 
     def _recomputed(self, x: torch.Tensor) -> torch.Tensor:
-        return _Recompute.apply(x, self.anchor, self.layer, self.ledger)
+        return _Recompute.apply(x, self.anchor, self.layers, self.ledger)
 
 
-def apply(layers: nn.ModuleDict, ledger: Ledger) -> None:
-    """Wrap every layer, in place. Names of parameters change, so states are bound before."""
-    for name in list(layers):
-        layers[name] = Recomputed(layers[name], ledger)
+class _CoreThenRows(torch.autograd.Function):
+    """o's product of the core's output; keeps q, k and v, of which backward makes that output again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weight: torch.Tensor,
+        core: nn.Module,
+        o: RowParallelLinear,
+        ledger: Ledger,
+    ) -> torch.Tensor:
+        ctx.core, ctx.o, ctx.ledger = core, o, ledger
+        ctx.save_for_backward(q, k, v, weight)
+        with torch.no_grad():
+            return F.linear(_joined(core(q, k, v)), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *qkv, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        q, k, v = (x.detach().requires_grad_(needed) for x, needed in zip(qkv, needs[:3], strict=True))
+        with torch.enable_grad(), ctx.ledger.phase("recompute"):
+            inputs = _joined(ctx.core(q, k, v))
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        if needs[3]:
+            ctx.o.region.products.add([(ctx.o.sink, rows)], inputs.detach().reshape(-1, inputs.shape[-1]))
+        if any(needs[:3]):
+            torch.autograd.backward(inputs, (rows @ weight).view_as(inputs))
+        return q.grad, k.grad, v.grad, None, None, None, None
+
+
+def _joined(out: torch.Tensor) -> torch.Tensor:
+    """[b, heads, s, d] → [b, s, heads·d]."""
+    return out.transpose(1, 2).flatten(2)
+
+
+class SelectiveAttend(nn.Module):
+    """Attention behind its projections, with a core that is run again in backward."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: nn.Module, o: RowParallelLinear
+    ) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return o(_joined(core(q, k, v)))
+        return o.collect(_CoreThenRows.apply(q, k, v, o.weight, core, o, self.ledger))
+
+
+def apply(layers: nn.ModuleDict, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> None:
+    """Change the layers of this pipeline rank's stages, in place. Names of parameters change, so states are bound
+    before; layers that are run again together stand in the place of the first."""
+    parts = strategy.stage_layers(spec.num_layers)
+    for stage in strategy.rank_stages(mesh[PP].index):
+        for group in strategy.recompute_groups(parts[stage]):
+            names = [str(layer) for layer in group]
+            if strategy.recompute == "selective":
+                layers[names[0]].attention.attend = SelectiveAttend(mesh.ledger)
+                continue
+            together = [layers[name] for name in names]
+            layers[names[0]] = Recomputed(together, mesh.ledger)
+            for name in names[1:]:
+                del layers[name]

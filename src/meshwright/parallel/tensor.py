@@ -84,6 +84,7 @@ class RowParallelLinear(nn.Module):
     Attributes:
         multiply: (x, weight, bias) → product; `parallel.direct` puts another one here. Called without the bias.
         region: whose end this is.
+        sink: where the weight's gradient goes; `parallel.direct` sets it.
     """
 
     def __init__(self, plain: nn.Linear, region: Region) -> None:
@@ -92,9 +93,13 @@ class RowParallelLinear(nn.Module):
         self.bias = plain.bias
         self.region = region
         self.multiply: Multiply = F.linear
+        self.sink: GradientSink | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.multiply(x, self.weight, None)
+        return self.collect(self.multiply(x, self.weight, None))
+
+    def collect(self, y: torch.Tensor) -> torch.Tensor:
+        """Of this rank's product [.., out]: the sum over ranks, and the bias."""
         y = _scattered(y, self.region) if self.region.is_cut else reduce_from(y, self.region.axis)
         return y if self.bias is None else y + self.bias
 

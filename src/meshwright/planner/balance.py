@@ -31,7 +31,9 @@ def head_in_layers(model: ModelSpec, job: Job, strategy: Strategy) -> float:
     alone = {"pp": 1, "layers_per_stage": None, "schedule": Strategy().schedule, "num_chunks": 1}
     whole = strategy.model_copy(update=alone)
     flops = stage_flops(model, job, whole, 0)
-    per_layer = flops.layers / model.num_layers * (4 if strategy.recompute == "full" else 3)
+    per_layer = (
+        flops.layers / model.num_layers * (4 if strategy.recompute == "full" and not strategy.recompute_layers else 3)
+    )
     return 3 * flops.head / per_layer
 
 

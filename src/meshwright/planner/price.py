@@ -150,6 +150,10 @@ def _once_key(strategy: Strategy, rank: int) -> Key:
     return *_held_key(s, rank), s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, times
 
 
+def _again(strategy: Strategy) -> tuple[str, int | None, int]:
+    return strategy.recompute, strategy.recompute_layers, strategy.recompute_group
+
+
 class Pricer:
     """Prices strategies of one model, cluster and job."""
 
@@ -222,7 +226,7 @@ class Pricer:
     def _rank(self, strategy: Strategy, rank: int) -> tuple[Traffic, tuple[StageCosts, ...]]:
         """Traffic of a pipeline rank, and seconds of its stages: the same for every order."""
         s = strategy
-        key = (*_once_key(s, rank), s.micro_batch_size, s.num_micro_batches, s.recompute, s.prefetch, s.offload)
+        key = (*_once_key(s, rank), s.micro_batch_size, s.num_micro_batches, _again(s), s.prefetch, s.offload)
         if key not in self._ranks:
             held, once = self._rank_buckets(s, rank), self._per_step(s, rank)
             moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None

@@ -204,5 +204,5 @@ def _recomputes(row: PublishedRow) -> tuple[str, ...]:
     if stated is None:
         return ("none", "full")
     if str(stated).startswith("selective"):
-        raise UnsupportedError("selective recompute")
+        return ("selective",)
     return ("full",) if str(stated).startswith("full") else ("none",)
