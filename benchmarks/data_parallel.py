@@ -13,6 +13,7 @@ on one thread per rank; who is first rotates.
     deepspeed-N   DeepSpeed ZeRO N, where it is installed
     zero-N        ours                                   its peer: ddp, zero-opt, fsdp2-kept, fsdp2
     zero-3-kept   ours, zero 3 with keep_gathered        its peer: fsdp2-kept
+    zero-3-ahead  ours, zero 3 with prefetch=2           its peer: fsdp2
     floor         forward, backward and fused AdamW of the plain model on all ranks at once, nothing sent, no clipping
 
 All use fused AdamW in fp32, and clip alike. A step lasts until its slowest rank has done it. `ratio` is contender /
@@ -85,10 +86,12 @@ DEEPSPEED = {f"deepspeed-{zero}": zero for zero in (1, 2, 3)}
 OURS = {
     **{f"zero-{zero}": Strategy(zero=zero) for zero in (0, 1, 2, 3)},
     "zero-3-kept": Strategy(zero=3, keep_gathered=True),
+    "zero-3-ahead": Strategy(zero=3, prefetch=2),
 }
 """Contender → how it splits; dp is the number of ranks."""
 PEER = {
-    "zero-0": DDP, "zero-1": ZERO_OPT, "zero-2": FSDP2_KEPT, "zero-3": FSDP2, "zero-3-kept": FSDP2_KEPT, FLOOR: DDP,
+    "zero-0": DDP, "zero-1": ZERO_OPT, "zero-2": FSDP2_KEPT, "zero-3": FSDP2, "zero-3-kept": FSDP2_KEPT,
+    "zero-3-ahead": FSDP2, FLOOR: DDP,
 }  # fmt: skip
 CONTENDERS = (DDP, ZERO_OPT, FSDP2_KEPT, FSDP2, *DEEPSPEED, *OURS, FLOOR)
 BYTES_PER_PARAMETER = 16
