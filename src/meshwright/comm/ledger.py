@@ -5,9 +5,6 @@ It returns the same :class:`~meshwright.core.measures.Traffic` that the cost mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from meshwright.core.errors import InputError
 from meshwright.core.measures import PHASES, Traffic
 
@@ -23,8 +20,7 @@ class Ledger:
         did not hide. On CUDA the host does not wait, the stream does, and this stays near zero."""
         self.current_phase = "other"
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Phase:
         """Calls inside belong to phase `name`, one of `core.measures.PHASES`. The innermost wins.
 
         Raises:
@@ -32,11 +28,7 @@ class Ledger:
         """
         if name not in PHASES:
             raise InputError(f"`{name}` is not a phase of a step; known phases: {', '.join(PHASES)}")
-        outer, self.current_phase = self.current_phase, name
-        try:
-            yield
-        finally:
-            self.current_phase = outer
+        return Phase(self, name)
 
     def record(self, primitive: str, axis: str, payload_bytes: int, size: int) -> None:
         """Count one call over `size` ranks; payloads as in :func:`meshwright.core.measures.wire_bytes`."""
@@ -55,3 +47,18 @@ class Ledger:
         """What was counted since the last call; counting starts anew."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
+
+
+class Phase:
+    """A phase of a ledger, as a context. A class, not a generator: every action of a pipeline enters one or two."""
+
+    __slots__ = ("_ledger", "_name", "_outer")
+
+    def __init__(self, ledger: Ledger, name: str) -> None:
+        self._ledger, self._name, self._outer = ledger, name, ""
+
+    def __enter__(self) -> None:
+        self._outer, self._ledger.current_phase = self._ledger.current_phase, self._name
+
+    def __exit__(self, *error: object) -> None:
+        self._ledger.current_phase = self._outer

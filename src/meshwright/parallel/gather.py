@@ -16,7 +16,7 @@ the pool in `cost.memory`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ from meshwright.core.strategy import Strategy
 from meshwright.parallel.offload.tier import Handle
 from meshwright.parallel.shards import Started, gather_start
 from meshwright.parallel.states import FlatBucket, FlatStates
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,18 +91,14 @@ class Gatherer:
         module.register_forward_pre_hook(lambda _, inputs: self._open(index))
         module.register_forward_hook(on_output)
 
-    @contextmanager
-    def forward(self, stage: int) -> Iterator[None]:
+    def forward(self, stage: int) -> AbstractContextManager[None]:
         """Around the forward of one micro-batch on a stage."""
-        with self._pass(stage, "forward", self._forward_order[stage]):
-            yield
+        return self._pass(stage, "forward", self._forward_order[stage]) if self.blocks else _NOTHING
 
-    @contextmanager
-    def backward(self, stage: int) -> Iterator[None]:
+    def backward(self, stage: int) -> AbstractContextManager[None]:
         """Around the backward of one micro-batch on a stage."""
         order = [index for index in self._backward_order[stage] if (stage, index) in self._comes_back]
-        with self._pass(stage, "backward", order):
-            yield
+        return self._pass(stage, "backward", order) if self.blocks else _NOTHING
 
     @contextmanager
     def _pass(self, stage: int, run: str, order: list[int]) -> Iterator[None]:

@@ -35,7 +35,7 @@ from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.products import Product, Products
 
-MAX_SENDS = 2
+MAX_SENDS = 4
 """Sends under way per rank before the oldest is waited for."""
 
 
