@@ -10,7 +10,7 @@ import pytest
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
-from meshwright.planner.balance import balance
+from meshwright.planner.balance import Ends, balance
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import parse_fix
 from meshwright.planner.price import Pricer
@@ -147,7 +147,7 @@ def test_one_device_is_not_a_special_case(spec, cluster, job):
      (7, 1, 3.0, (7,)), (10, 4, 0.0, (2, 3, 3, 2))],
 )  # fmt: skip
 def test_stages_balanced_for_the_head(num_layers, num_stages, head, counts):
-    found = balance(num_layers, num_stages, head)
+    found = balance(num_layers, num_stages, Ends(0.0, head))
     assert sum(found) == num_layers
     assert max([*found[:-1], found[-1] + head]) == max([*counts[:-1], counts[-1] + head])
 
@@ -162,7 +162,7 @@ def test_no_split_into_stages_is_faster_than_the_balanced_one():
 
     for layers, stages, head in ((6, 3, 0.4), (9, 4, 1.7), (8, 2, 3.2), (7, 5, 0.9)):
         slowest = min(max([*s[:-1], s[-1] + head]) for s in splits(layers, stages))
-        found = balance(layers, stages, head)
+        found = balance(layers, stages, Ends(0.0, head))
         assert max([*found[:-1], found[-1] + head]) == slowest
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.core.values import writing
+from meshwright.core.errors import InputError
+from meshwright.core.values import make_ready, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meshwright.core.model import ModelSpec
+    from meshwright.planner.balance import Ends
     from meshwright.planner.rank import PlanResult
 
 
@@ -28,6 +32,9 @@ def plan_command(
     zero: Annotated[int | None, typer.Option(help="Short for --fix zero=...")] = None,
     schedule: Annotated[str | None, typer.Option(help="Short for --fix schedule=...")] = None,
     recompute: Annotated[str | None, typer.Option(help="Short for --fix recompute=...")] = None,
+    balance_from: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Cut pipelines by what this run measured of its stages.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to show.")] = 8,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
 ) -> None:
@@ -38,21 +45,55 @@ def plan_command(
     from meshwright.planner.rank import Options, plan
     from meshwright.report.tables import report_console
 
+    if out:
+        make_ready(out)
     machines = load_cluster(cluster)
     job = Job.parse({"seq_length": seq, "global_batch_size": batch, "optimizer": optimizer}, "job")
     short = {"precision": precision, "zero": zero, "schedule": schedule, "recompute": recompute}
     wanted = parse_fix([*(fix or ()), *(f"{name}={value}" for name, value in short.items() if value is not None)])
-    result = plan(load_model(model), machines, job, wanted, Options(num_ranked=top))
+    spec = load_model(model)
+    ends = _measured_ends(balance_from, spec, wanted) if balance_from else None
+    result = plan(spec, machines, job, wanted, Options(num_ranked=top, ends=ends))
     if out:  # before anything is printed: who reads that may stop reading
         with writing(out):
             result.plan.save(out)
     console = report_console()
     _print(console, result)
+    if ends is not None:
+        console.print(
+            f"pipelines are cut by {balance_from}: there the embedding took {ends.first:.2f} and the head "
+            f"{ends.last:.2f} times what a layer takes",
+            highlight=False,
+            soft_wrap=True,
+        )
     warning = cluster_warning(machines)
     if warning:
         console.print(f"note: {warning}")
     if out:
         console.print(f"plan written to {out}", soft_wrap=True)
+
+
+def _measured_ends(folder: Path, model: ModelSpec, fixed: Mapping[str, Any]) -> Ends:
+    """What a run of the same model says. Raises InputError where it says nothing, or the split is fixed already."""
+    from meshwright.core.record import RankRecord
+    from meshwright.planner.balance import measured_ends
+    from meshwright.rehearse.timeline import MeasuredCosts, measured_timeline
+    from meshwright.run.folder import RunFolder
+
+    if "layers_per_stage" in fixed:
+        raise InputError(f"--balance-from {folder}: layers_per_stage is fixed already; leave one of them out")
+    run = RunFolder(folder)
+    ran = run.plan()
+    if ran.model != model:
+        raise InputError(
+            f"--balance-from {folder}: it trained `{ran.model.name}`, {ran.model.num_layers} layers of "
+            f"{ran.model.hidden_size}, not the `{model.name}` of this plan; measure the same model"
+        )
+    costs = MeasuredCosts.of(measured_timeline(ran, RankRecord.load_all(run.measured)))
+    try:
+        return measured_ends(costs.durations_s, ran.strategy, model.num_layers)
+    except InputError as error:
+        raise InputError(f"--balance-from {folder}: {error}") from None
 
 
 def _print(console: Console, result: PlanResult) -> None:

@@ -13,7 +13,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.planner.advise import advise
-from meshwright.planner.balance import balanced
+from meshwright.planner.balance import Ends, balanced, balanced_by
 from meshwright.planner.enumerate import Refusal, strategies
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
@@ -32,6 +32,8 @@ class Options:
     """Stages × micro-batches of a timetable that is replayed only to be shown."""
     max_simulated: int = 12
     """To find the first, where the clock overturns the closed form's order."""
+    ends: Ends | None = None
+    """What a run has measured: pipelines are cut by it, instead of evenly or by forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,14 @@ def plan(
     wanted = check_fix(fix or {})
     space = strategies(model, cluster, job, wanted)
     pricer = Pricer(model, cluster, job)
-    priced = [pricer.forecast(strategy) for strategy in space.legal]
+    legal = space.legal
+    if options.ends is not None:
+        legal = tuple(balanced_by(options.ends, strategy, model.num_layers) for strategy in legal)
+    priced = [pricer.forecast(strategy) for strategy in legal]
     fitting = in_order(f for f in priced if f.fits)
     if not fitting:
         raise nothing_fits(model, cluster, job, wanted, priced)
-    evener = [pricer.forecast(s) for s in balanced(best_of_each_kind(fitting), model, job)]
+    evener = [pricer.forecast(s) for s in balanced(best_of_each_kind(fitting), model, job) if options.ends is None]
     fitting = in_order([*fitting, *(f for f in evener if f.fits)])
     settled = settle(fitting, pricer.simulate, options.max_simulated)
     ranked = replay_small(distinct(settled)[: options.num_ranked], pricer.simulate, options)
