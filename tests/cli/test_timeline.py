@@ -92,6 +92,11 @@ def test_costs_of_a_plan(timeline, plan: Path) -> None:
     assert "slots" not in shown
 
 
+def test_the_folders_of_a_picture_are_made(timeline, tmp_path: Path) -> None:
+    timeline("gpipe", "--svg", tmp_path / "of" / "today" / "a.svg")
+    assert (tmp_path / "of" / "today" / "a.svg").exists()
+
+
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "interleaved-1f1b", "pipedream"])
 def test_costs_of_a_plan_cut_as_the_schedule_wants(name: str, timeline, plan: Path) -> None:
     """All ranks together do the same work, whatever the order and wherever the stages stand."""
@@ -113,6 +118,9 @@ def test_costs_of_a_plan_cut_as_the_schedule_wants(name: str, timeline, plan: Pa
         (["dualpipe", "-p", "3"], "two directions need an even number of ranks, not 3; take 2 or 4 ranks"),
         (["gpipe", "-v", "2"], "puts one stage on a rank, but 2 chunks are asked for"),
         (["gpipe", "--steps", "2"], "ends with a flush, so there are no 2 steps in one table"),
+        (["gpipe", "--svg", "FOLDER/a", "--trace", "FOLDER/b/../a"], "--svg and --trace both name"),
+        (["gpipe", "--png", "FOLDER"], "cannot be written: Is a directory"),
+        (["gpipe", "--csv", "PLAN/own.csv"], "cannot be written: "),
         (["gpipe", "-p", "0"], "a pipeline of 0 ranks: at least 1 is needed"),
         (["gpipe", "-m", "0"], "a pipeline of 0 micro-batches: at least 1 is needed"),
         (
@@ -124,7 +132,8 @@ def test_costs_of_a_plan_cut_as_the_schedule_wants(name: str, timeline, plan: Pa
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], words: str, plan: Path, capsys) -> None:
-    words_given = ["timeline", *(str(plan) if word == "PLAN" else word for word in arguments)]
+    given = (word.replace("PLAN", str(plan)).replace("FOLDER", str(plan.parent)) for word in arguments)
+    words_given = ["timeline", *given]
     assert run_command(lambda: main(words_given)) == 1
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -89,6 +89,28 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert done.err == ""
 
 
+def test_sigterm(tmp_path: Path) -> None:
+    with started(command(tmp_path, 100_000, dp=1)) as process:
+        wait_for(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 2, process)
+        process.send_signal(signal.SIGTERM)
+        done = shell.finish(process, END_S)
+        assert not ranks_of(process.pid)
+    assert done.status == 143
+    assert done.err == "meshwright: error: stopped by SIGTERM\n"
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_that_fails_within_a_step(tmp_path: Path) -> None:
+    """It names its action itself: there is no launcher of ours."""
+    (tmp_path / "sitecustomize.py").write_text(FAIL.format(how='raise ValueError("the disk has a hole")'))
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    argv = command(tmp_path, 100_000, pp=2)[1:]
+    done = shell.run([*shell.TORCHRUN, "--nproc-per-node", "2", *argv], {"PYTHONPATH": path})
+    assert done.status != 0
+    assert "ValueError: the disk has a hole" in done.err
+    assert "in the backward of micro-batch 1 on stage 1 (B1@1)" in done.err
+
+
 @pytest.mark.slow
 def test_killed_while_saving(tmp_path: Path) -> None:
     """Every step saves, so that most moments are in the middle of a save."""

@@ -68,8 +68,8 @@ def test_what_is_shown_can_be_drawn_and_taken_away(capsys, tmp_path):
 def test_what_cannot_be_written_is_one_line(tmp_path, option):
     plan = str(tmp_path / "plan.toml")
     assert main([*SMALL, "-o", plan]) == 0
-    with pytest.raises(InputError, match="cannot be written: No such file or directory") as caught:
-        main(["show", plan, option, str(tmp_path / "none" / "file")])
+    with pytest.raises(InputError, match="cannot be written: Is a directory") as caught:
+        main(["show", plan, option, str(tmp_path)])
     assert "\n" not in str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_options_that_a_command_line_gets_wrong(tmp_path):
         ([*SMALL, "--fix", "zero=4"], InputError, "0, 1, 2 or 3"),
         ([*SMALL, "--fix", "zero=1", "--zero", "0"], InputError, "already fixed"),
         ([*SMALL, "--optimizer", "adam"], InputError, "'adamw' or 'sgd'"),
-        ([*SMALL, "-o", str(tmp_path / "none" / "plan.toml")], InputError, "cannot be written"),
+        ([*SMALL, "-o", str(tmp_path)], InputError, "cannot be written: Is a directory"),
         (["plan", "demo-xl", "local:2"], InputError, "no model `demo-xl`"),
         (["show", str(tmp_path / "plan.toml")], InputError, "no such file"),
         (["plan", "llama-3-405b", "8xh100"], RuleError, "it fits on"),
@@ -108,6 +108,12 @@ def test_nothing_is_written_where_nothing_is_planned(tmp_path):
     with pytest.raises(RuleError):
         main([*SMALL, "--fix", "tp=3", "-o", str(file)])
     assert not file.exists()
+
+
+def test_the_folders_of_a_plan_are_made(tmp_path):
+    file = tmp_path / "plans" / "of today" / "plan.toml"
+    assert main([*SMALL, "-o", str(file)]) == 0
+    Plan.load(file)
 
 
 def test_a_damaged_plan_is_one_line(tmp_path):

@@ -186,6 +186,28 @@ def test_a_fix_that_nothing_satisfies_says_why_and_what_is_near(model, cluster, 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("text", ["keep_gathered=true", "prefetch=2", "tile=2"])
+def test_what_needs_gathered_parameters_is_looked_for_there(model, cluster, job, text):
+    found = strategies(model(), cluster(1, 4), job, parse_fix([text])).legal
+    assert found
+    assert {strategy.zero for strategy in found} == {3}
+    with pytest.raises(RuleError, match="zero"):
+        strategies(model(), cluster(1, 4), job, parse_fix([text, "zero=1"]))
+
+
+def test_what_a_plan_takes_from_its_cluster_cannot_be_fixed():
+    with pytest.raises(InputError, match=r"a plan takes it from its cluster; name one .* 2x4xh100"):
+        parse_fix(["ranks_per_node=2"])
+
+
+@pytest.mark.parametrize("text", ["num_chunks=1", "num_chunks=3"])
+def test_stages_per_rank_are_not_fixed_beside_a_schedule_that_has_its_own(model, cluster, job, text):
+    with pytest.raises(RuleError, match="schedule `zb-v` puts 2 stages on a rank, always; leave num_chunks out"):
+        parse_fix(["schedule=zb-v", text])
+    one_each = strategies(model(), cluster(1, 4), job, parse_fix(["num_chunks=1", "pp=2"])).legal
+    assert {strategy.stages_per_rank for strategy in one_each} == {1}
+
+
 def test_a_cluster_that_no_split_can_use(model, cluster):
     with pytest.raises(RuleError, match="batch"):
         strategies(

@@ -1,6 +1,9 @@
 """An error that is the user's to mend is one line and exit status 1."""
 
 import errno
+import os
+import signal
+import time
 import warnings
 
 import pytest
@@ -46,6 +49,40 @@ def test_traceback_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_interrupted() -> None:
     assert run_command(lambda: fail(KeyboardInterrupt())) == 130
+
+
+def test_sigterm_is_one_line_and_what_was_begun_is_cleared_away(capsys: pytest.CaptureFixture[str]) -> None:
+    cleared, before = [], signal.getsignal(signal.SIGTERM)
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            cleared.append(True)
+
+    assert run_command(work) == 143
+    assert capsys.readouterr().err == "meshwright: error: stopped by SIGTERM\n"
+    assert cleared
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert run_command(lambda: fail(SystemExit(143))) == 143, "as the launcher of ranks says it"
+    with pytest.raises(SystemExit):
+        run_command(lambda: fail(SystemExit(3)))
+
+
+def test_a_rank_ends_by_sigterm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    handlers = []
+    assert run_command(lambda: handlers.append(signal.getsignal(signal.SIGTERM))) == 0
+    assert handlers == [signal.SIG_DFL]
+
+
+def test_notes_of_an_error_are_part_of_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = InputError("a hole in the disk")
+    error.add_note("in the forward of micro-batch 3 on stage 1 (F3@1)")
+    assert run_command(lambda: fail(error)) == 1
+    assert capsys.readouterr().err.endswith("a hole in the disk, in the forward of micro-batch 3 on stage 1 (F3@1)\n")
 
 
 def test_no_room_for_what_no_file_is_named_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
-from meshwright.run.set_up import check_runnable, export_warning
+from meshwright.run.folder import RunFolder
+from meshwright.run.options import TrainOptions
+from meshwright.run.set_up import check_runnable, export_warning, set_up
+from meshwright.train.loss_scale import LossScaleOptions
 from tests.shapes import make_model
 
 
@@ -25,6 +30,32 @@ def test_what_is_only_forecast_is_refused() -> None:
         check_runnable(plan(Strategy(), sliding_window=31))
     with pytest.raises(UnsupportedError, match=r"`bf16-20` is for forecasts only; train with one of fp32, .*bf16-16"):
         check_runnable(plan(Strategy(precision="bf16-20")))
+
+
+def test_a_loss_scale_is_for_fp16_alone(tmp_path: Path) -> None:
+    settings = {"initial": "1024", "interval": "7"}
+    options = TrainOptions.parse({"text": "no such file", "loss_scale": settings}, "options")
+    with pytest.raises(InputError, match="loss_scale with precision=bf16, which needs none"):
+        set_up(plan(Strategy(precision="bf16")), options, RunFolder(tmp_path / "run"), resume=False)
+    with pytest.raises(InputError, match="no such file"):
+        set_up(plan(Strategy(precision="fp16")), options, RunFolder(tmp_path / "run"), resume=False)
+    found = TrainOptions.from_toml(options.to_toml()).optimizer("adamw").loss_scale
+    assert (found.initial, found.interval, found.growth) == (1024.0, 7, LossScaleOptions().growth)
+    assert TrainOptions().optimizer("adamw").loss_scale == LossScaleOptions()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"intial": "1"}, "loss_scale.*intial"),
+        ({"growth": "0.5"}, "growth 0.5 must be above 1"),
+        ({"initial": "many"}, "loss_scale.*number"),
+    ],
+)
+def test_a_loss_scale_that_cannot_work_is_one_line(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        TrainOptions.parse({"loss_scale": settings}, "options")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_that_cannot_be_exported_is_named_before_it_is_trained() -> None:

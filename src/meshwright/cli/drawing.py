@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.core.errors import InputError
 from meshwright.core.units import counted
-from meshwright.core.values import write_bytes, writing
+from meshwright.core.values import make_ready, write_bytes, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +48,21 @@ def trace_text(timeline: Timeline) -> str:
 def write(path: Path, content: str | bytes) -> None:
     """Whole or not at all."""
     write_bytes(path, content.encode() if isinstance(content, str) else content)
+
+
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Before anything is drawn: option → the file that it names.
+
+    Raises InputError for a file that two of them name, or that cannot be written.
+    """
+    by_file: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        first = by_file.setdefault(path.resolve(), option)
+        if first != option:
+            raise InputError(f"{first} and {option} both name {path}; give each a file of its own")
+        make_ready(path)
 
 
 def write_files(console: Console, files: Iterable[tuple[Path | None, str, Callable[[], str | bytes]]]) -> None:

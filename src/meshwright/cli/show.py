@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.drawing import legend, timetable, trace_text, write_files
+from meshwright.cli.drawing import check_outputs, legend, timetable, trace_text, write_files
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted
 
@@ -33,6 +33,7 @@ def show_command(
     from meshwright.report.tables import memory_table, report_console, traffic_table
 
     plan = Plan.load(file)
+    check_outputs({"--html": html, "--trace": trace, "--csv": csv})
     drawn = ((html, "page", _html), (trace, "trace", _trace), (csv, "program", _csv))
     if is_long(plan.strategy) and (html or trace or csv):
         raise InputError(f"{file}: {_cells(plan.strategy)} are too many to draw or to write; plan larger micro-batches")

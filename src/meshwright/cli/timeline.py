@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.drawing import MAX_TIMETABLE_RANKS, legend, timetable, trace_text, write_files
+from meshwright.cli.drawing import MAX_TIMETABLE_RANKS, check_outputs, legend, timetable, trace_text, write_files
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_time
 
@@ -49,15 +49,18 @@ def timeline_command(
     from meshwright.report.tables import report_console
     from meshwright.schedule import picture
 
+    outputs = {"--svg": svg, "--png": png, "--trace": trace, "--csv": csv}
     if Path(schedule).is_dir():
         if any(option is not None for option in (ranks, micro_batches, chunks, cost)) or steps != 1:
             raise InputError(f"{schedule}: a run is drawn as it was; leave -p, -m, -v, --steps and --cost out")
         from meshwright.cli.measured import print_run
         from meshwright.run.folder import RunFolder
 
+        check_outputs(outputs)
         return print_run(RunFolder(Path(schedule)), {"svg": svg, "png": png, "trace": trace, "csv": csv})
     found, plan = find_schedule(schedule), Plan.load(cost) if cost else None
     size = _size(found, plan, (ranks, micro_batches, chunks), steps)
+    check_outputs(outputs)
     drawn = _drawn(found, size, plan)
     console = report_console()
     console.print(drawn.title(), style="bold", highlight=False)

@@ -29,6 +29,9 @@ def train_command(
     warmup_steps: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Decoupled decay, on matrices only.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Largest global gradient norm.")] = None,
+    loss_scale: Annotated[
+        str | None, typer.Option(help="Of fp16, as in initial=1024,interval=200; also growth, backoff, hysteresis, ...")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and of the order of samples.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     eval_samples: Annotated[int | None, typer.Option(help="Sequences in an evaluation.")] = None,
@@ -47,6 +50,7 @@ def train_command(
         "weight_decay": weight_decay, "clip_norm": clip_norm, "seed": seed, "eval_every": eval_every,
         "eval_samples": eval_samples, "save_every": save_every, "keep": keep, "tokenizer": tokenizer,
         "pretrained": pretrained, "max_text_bytes": max_text_bytes,
+        "loss_scale": None if loss_scale is None else _settings("--loss-scale", loss_scale),
     }  # fmt: skip
     changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     run, old = RunFolder(out), {}
@@ -56,6 +60,14 @@ def train_command(
     if stdlib:
         changed["text"] = None
     train(Plan.load(plan), TrainOptions.parse({**old, **changed}, "options"), run, resume=resume)
+
+
+def _settings(option: str, text: str) -> dict[str, str]:
+    """`initial=1024,interval=200` as names and values. Raises InputError."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(name and value for name, _, value in pairs):
+        raise InputError(f"{option} {text}: write NAME=VALUE,NAME=VALUE, for example initial=1024,interval=200")
+    return {name: value for name, _, value in pairs}
 
 
 def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -10,8 +11,9 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import check
+from meshwright.core.schedule import FILE_SUFFIX
 from meshwright.core.strategy import Strategy
-from meshwright.core.values import Value, read_text, write_text
+from meshwright.core.values import Value, parse_toml, read_text, write_text
 
 
 class Plan(Value):
@@ -39,11 +41,25 @@ class Plan(Value):
         check(self.strategy, self.model, self.cluster, self.job)
         return self
 
+    def with_schedule(self, schedule: str) -> Plan:
+        """The same plan, with the same timetable under another name: that of a copy of its file."""
+        return self.model_copy(update={"strategy": self.strategy.model_copy(update={"schedule": schedule})})
+
     def save(self, path: Path | str) -> None:
-        """Write as TOML, whole or not at all."""
-        write_text(path, self.to_toml())
+        """Write as TOML, whole or not at all. The file of a table of one's own is named relative to the plan's."""
+        file = self.strategy.schedule_file
+        if file is None or file.is_absolute():
+            return write_text(path, self.to_toml())
+        write_text(path, self.with_schedule(os.path.relpath(file, Path(path).parent)).to_toml())
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
-        """Read a plan file. Raises InputError or RuleError."""
-        return cls.from_toml(read_text(path), str(path))
+        """Read a plan file. A table that it names by a relative path is looked for beside it.
+
+        Raises InputError or RuleError.
+        """
+        data = parse_toml(read_text(path), str(path))
+        strategy = data.get("strategy")
+        if isinstance(strategy, dict) and str(strategy.get("schedule")).endswith(FILE_SUFFIX):
+            strategy["schedule"] = str(Path(path).parent / str(strategy["schedule"]))
+        return cls.parse(data, str(path))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -194,6 +195,11 @@ class Strategy(Value):
     def pipeline_schedule(self) -> Schedule:
         """What the schedule of that name declares."""
         return find_schedule(self.schedule)
+
+    @property
+    def schedule_file(self) -> Path | None:
+        """Of a table of one's own."""
+        return Path(self.schedule) if self.schedule.endswith(FILE_SUFFIX) else None
 
     @property
     def stages_per_rank(self) -> int:

@@ -216,8 +216,13 @@ def _offered_stages(first: Strategy, fix: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _least_stage(fix: Mapping[str, Any]) -> int:
-    """The ZeRO stage that what is offloaded needs."""
+    """The ZeRO stage that what is fixed needs."""
     offload: Offload = fix.get("offload", Offload())
+    usual = Strategy()
+    if any(
+        fix.get(name, getattr(usual, name)) != getattr(usual, name) for name in ("keep_gathered", "prefetch", "tile")
+    ):
+        return 3
     return 3 if offload.parameters != "none" else 2 if offload.gradients != "none" else 0
 
 
@@ -235,6 +240,8 @@ def _orders(first: Strategy, num_layers: int, fix: Mapping[str, Any]) -> Iterato
         offered = {usual: find_schedule(usual)}
     elif fix.get("num_chunks", 1) > 1:
         offered = {name: schedule for name, schedule in schedules().items() if schedule.chunks is None}
+    elif "num_chunks" in fix:
+        offered = {name: schedule for name, schedule in offered.items() if schedule.chunks in (None, 1)}
     for name, schedule in offered.items():
         if "num_chunks" in fix:
             yield name, fix["num_chunks"]

@@ -8,11 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, RuleError
+from meshwright.core.schedule import find_schedule
 from meshwright.core.strategy import Strategy
+from meshwright.core.units import counted
 from meshwright.core.values import shortened
 
-FIELDS = tuple(Strategy.model_fields)
+FIELDS = tuple(name for name in Strategy.model_fields if name != "ranks_per_node")
 NESTED = ("offload", "tensor", "context")
 """Fields that are values of several parts."""
 
@@ -30,7 +32,20 @@ def parse_fix(texts: Iterable[str]) -> dict[str, Any]:
         if name in fix:
             raise InputError(f"--fix {text}: `{name}` is already fixed to {fix[name]}")
         fix[name] = _parsed(name, value)
-    return check_fix(fix)
+    checked = check_fix(fix)
+    _check_chunks(checked)
+    return checked
+
+
+def _check_chunks(fix: Mapping[str, Any]) -> None:
+    """Raises RuleError where stages per rank are asked for beside a schedule that has a number of its own."""
+    own = find_schedule(fix["schedule"]).chunks if "schedule" in fix else None
+    if own is not None and fix.get("num_chunks", own) != own:
+        raise RuleError(
+            f"--fix {in_words(fix)}: schedule `{fix['schedule']}` puts {counted(own, 'stage')} on a rank, always; "
+            "leave num_chunks out",
+            "pp-chunks",
+        )
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -57,6 +72,10 @@ def _field_value(name: str, value: Any) -> Any:
         near = get_close_matches(name, FIELDS, n=1)
         hint = f"did you mean `{near[0]}`? " if near else ""
         raise InputError(f"fix `{name}`: not a field of a strategy; {hint}fields: {', '.join(FIELDS)}")
+    if name == "ranks_per_node" and value is not None:
+        raise InputError(
+            "fix `ranks_per_node`: a plan takes it from its cluster; name one with such nodes, for example 2x4xh100"
+        )
     if name == "zero" and isinstance(value, str) and value.isdecimal():
         value = int(value)
     try:

@@ -7,6 +7,7 @@ a file's error  → the same                      Ctrl-C    → 130
 no room         → the same
 reader is gone  → 1, silently (`| head`)
 Ctrl-C          → 130
+SIGTERM         → `meshwright: error: stopped by SIGTERM`, 143
 
 A MeshwrightWarning is one line too: `meshwright: warning: ...`.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import errno
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.core.errors import MeshwrightError, MeshwrightWarning
+from meshwright.run.environment import is_rank
 from meshwright.run.failure import from_exception
 
 RECORD = "MESHWRIGHT_RANK_RECORD"
@@ -47,6 +50,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT."""
 
+STOPPING = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+"""Exit status → the signal by which somebody else stopped this process."""
+
 
 def run_command(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit status; errors are reported as the module's drawing says.
@@ -60,12 +66,13 @@ def run_command(main: Callable[[], int | None]) -> int:
 
 def _run_alone(main: Callable[[], int | None]) -> int:
     try:
-        status = main() or 0
+        with _ending_on_sigterm():
+            status = main() or 0
         if sys.stdout is not None:  # None: closed by who started us
             sys.stdout.flush()
         return status
     except MeshwrightError as error:
-        return _explain(str(error))
+        return _explain(", ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
         if error.filename is not None:
             return _explain(f"{os.fspath(error.filename)}: {error.strerror}")
@@ -78,6 +85,31 @@ def _run_alone(main: Callable[[], int | None]) -> int:
         raise  # nothing that a user could mend
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as stop:
+        if stop.code not in STOPPING:
+            raise
+        print_error(f"{_rank_prefix()}stopped by {STOPPING[stop.code].name}")
+        return int(stop.code)
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds the command like Ctrl-C does, so that what it has begun is cleared away.
+
+    Not in a rank of torchrun or Slurm: that must end at once, also while it waits for the network.
+    """
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if is_rank(os.environ) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _drop_output() -> None:

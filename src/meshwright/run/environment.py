@@ -43,6 +43,11 @@ class World:
         }
 
 
+def is_rank(variables: Mapping[str, str]) -> bool:
+    """Whether :func:`detect` finds a world, or refuses one."""
+    return any(all(name in variables for name in names) for names in (TORCHRUN, SLURM_STEP))
+
+
 def detect(variables: Mapping[str, str]) -> World | None:
     """The world that the environment describes, or None where this process must start its own ranks.
 

@@ -1,6 +1,7 @@
 """A run's folder: what stands where.
 
 RUN/run.toml  plan.toml          what was asked for; the plan is written last
+RUN/schedule.csv                 its timetable, where that is a table of one's own
 RUN/data/                        tokens and tokenizer
 RUN/metrics.jsonl  tensorboard/  what happened, step by step
 RUN/checkpoints/                 training state
@@ -38,6 +39,10 @@ class RunFolder:
         return self.path / "run.toml"
 
     @property
+    def schedule_path(self) -> Path:
+        return self.path / "schedule.csv"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 
@@ -66,7 +71,15 @@ class RunFolder:
         """Write options, then plan; each whole or not at all, since other ranks may be reading."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.options_path, options.to_toml())
-        write_text(self.plan_path, plan.to_toml())
+        if plan.strategy.schedule_file is not None:
+            write_text(self.schedule_path, read_text(plan.strategy.schedule_file))
+        self.on_copy(plan).save(self.plan_path)
+
+    def on_copy(self, plan: Plan) -> Plan:
+        """The same plan; where the run keeps a copy of its table, one that reads the copy, which nobody edits."""
+        file, copy = plan.strategy.schedule_file, self.schedule_path
+        is_kept = file is not None and copy.exists() and read_text(copy) == read_text(file)
+        return plan.with_schedule(str(copy)) if is_kept else plan
 
     def plan(self) -> Plan:
         """The run's plan. Raises InputError."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.core.values import Value
+from meshwright.train.loss_scale import LossScaleOptions
 from meshwright.train.lr import learning_rate
 from meshwright.train.optimizer import OptimizerOptions
 from meshwright.train.sources import StandardLibrary, TextSource, as_source
@@ -29,6 +30,8 @@ class TrainOptions(Value):
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float | None = Field(default=None, gt=0)
     """Largest global gradient norm; None: 1, and no limit under an asynchronous schedule, which cannot clip."""
+    loss_scale: LossScaleOptions | None = None
+    """Of fp16 training; None: the usual settings."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     eval_every: int = Field(default=50, gt=0)
     eval_samples: int = Field(default=64, gt=0)
@@ -60,4 +63,10 @@ class TrainOptions(Value):
     def optimizer(self, kind: Literal["adamw", "sgd"], *, clips: bool = True) -> OptimizerOptions:
         """Settings of the update. Without `clips` there is only a largest norm that was asked for."""
         clip_norm = OptimizerOptions().clip_norm if clips and self.clip_norm is None else self.clip_norm
-        return OptimizerOptions(kind=kind, weight_decay=self.weight_decay, clip_norm=clip_norm, seed=self.seed)
+        return OptimizerOptions(
+            kind=kind,
+            weight_decay=self.weight_decay,
+            clip_norm=clip_norm,
+            seed=self.seed,
+            loss_scale=self.loss_scale or LossScaleOptions(),
+        )

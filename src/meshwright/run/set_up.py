@@ -47,6 +47,11 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
     if "disk" in offload.tiers:
         check_folder(Path(offload.path or ""))
     options.learning_rate_at(0)
+    if options.loss_scale is not None and not plan.strategy.recipe.scales_loss:
+        raise InputError(
+            f"loss_scale with precision={plan.strategy.precision}, which needs none: only fp16 loses gradients below "
+            "6e-8; leave it out, or plan with --precision fp16"
+        )
     if plan.strategy.pipeline_schedule.is_asynchronous:
         _check_asynchronous(plan, options)
     if resume:

@@ -22,7 +22,7 @@ from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError
 from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
-from meshwright.core.program import COMPUTE_KINDS
+from meshwright.core.program import COMPUTE_KINDS, Action
 from meshwright.core.record import RankRecord, TracedAction
 from meshwright.models.build import build
 from meshwright.rehearse.timeline import traced
@@ -60,10 +60,10 @@ class Training:
     """One rank of a training run, in a folder that :func:`meshwright.run.set_up.set_up` has made."""
 
     def __init__(self, plan: Plan, options: TrainOptions, run: RunFolder) -> None:
-        self.plan = plan
         self.options = options
         self.run_folder = run
-        self.mesh = make_mesh(plan)
+        self.mesh = make_mesh(plan)  # from here on rank 0 has made the folder
+        self.plan = plan = run.on_copy(plan)
         self.is_main = self.mesh.rank == 0
         data = load_prepared(run.data)
         job = plan.job
@@ -76,12 +76,26 @@ class Training:
             options=options.optimizer(job.optimizer, clips=not self._is_endless),
             seed=options.seed,
         )
-        if RECORD in os.environ:
-            self.engine.parallel.runner.watch = Doing(doing_path(Path(os.environ[RECORD]))).note
+        self._action: Action | None = None
+        """What this rank is doing of its program, where no launcher of ours is told."""
+        self.engine.parallel.runner.watch = (
+            Doing(doing_path(Path(os.environ[RECORD]))).note if RECORD in os.environ else self._note
+        )
         self.measured = _Measurements()
 
+    def _note(self, action: Action | None) -> None:
+        self._action = action
+
     def run(self, *, resume: bool) -> None:
-        """Train to the last step; from the newest checkpoint with `resume`."""
+        """Train to the last step; from the newest checkpoint with `resume`. What fails names the action it was in."""
+        try:
+            self._run(resume)
+        except Exception as error:
+            if self._action is not None:
+                error.add_note(f"in the {self._action.words}")
+            raise
+
+    def _run(self, resume: bool) -> None:
         first, total = self._start(resume), self.options.steps
         watched = self._watched(first)
         with ExitStack() as stack:

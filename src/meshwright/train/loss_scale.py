@@ -19,6 +19,7 @@ Source: Micikevicius et al. 2018 (Mixed Precision Training), §3.2; hysteresis a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ from meshwright.core.errors import InputError
 @dataclass(frozen=True, slots=True)
 class LossScaleOptions:
     """Settings of the scale. Raises InputError for values that could not work."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     initial: float = 2.0**16
     growth: float = 2.0
