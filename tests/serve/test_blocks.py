@@ -86,7 +86,7 @@ def test_the_check_sees_a_block_that_is_lost_or_held_twice():
             manager.check(wrong)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_random_traces_account_for_every_block(data: st.DataObject):
     size = data.draw(st.integers(1, 4))

@@ -9,15 +9,20 @@ import typer
 
 
 def generate_command(
-    run: Annotated[Path, typer.Argument(help="The folder of a training run.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a training run, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Choose among the k likeliest tokens.")] = 40,
+    top_p: Annotated[float, typer.Option(help="Choose among tokens with so much probability together.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
 ) -> None:
-    """Continue a prompt with a run's newest checkpoint, on one process and without a cache."""
-    from meshwright.run.folder import RunFolder
+    """Continue a prompt with a run's newest checkpoint, on one process."""
     from meshwright.run.generate import continue_text
+    from meshwright.serve.request import SamplingParams
 
-    typer.echo(continue_text(RunFolder(run), prompt, max_tokens, temperature, top_k, seed))
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k or 0, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+    )
+    typer.echo(continue_text(run, prompt, params))

@@ -1,37 +1,33 @@
-"""Text from a trained run: its tokenizer, its newest weights on one process, and no cache."""
+"""Text from a trained run or a Hugging Face folder, on one process, by the engine that serves it."""
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
 from meshwright.core.errors import InputError
-from meshwright.models.generate import generate
-from meshwright.run.folder import RunFolder
-from meshwright.run.restore import restore_plain
-from meshwright.train.prepare import load_prepared
+from meshwright.run.served import open_model
+from meshwright.serve.options import ServeOptions
+from meshwright.serve.request import SamplingParams
 
 
-def continue_text(
-    run: RunFolder, prompt: str, max_tokens: int, temperature: float, top_k: int | None, seed: int
-) -> str:
+def continue_text(path: Path, prompt: str, params: SamplingParams) -> str:
     """The prompt and its continuation.
 
     Args:
-        max_tokens: tokens to add.
-        temperature: 0 takes the likeliest token.
-        top_k: choose among so many of the likeliest; None: among all.
-        seed: of the choice.
+        path: of a training run, or a Hugging Face folder.
+        params: how to go on; `max_tokens` is given.
 
     Raises:
-        InputError: a prompt that is empty or no text, a temperature or seed that is none, or no run.
-        CheckpointError: no checkpoint in it.
+        InputError: a prompt that is empty, no text or too long, or nothing to serve.
+        CheckpointError: no checkpoint there, or a damaged one.
     """
-    run.plan()
-    if any(0xD800 <= ord(character) < 0xE000 for character in prompt):  # what Python makes of bytes that are no text
-        raise InputError("the prompt is not valid UTF-8 text")
-    tokenizer = load_prepared(run.data).tokenizer()
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not ids:
+    served = open_model(path)
+    options = ServeOptions()
+    longest = min(served.spec.max_positions, len(prompt.encode(errors="replace")) + 8 + (params.max_tokens or 0))
+    engine = served.engine(options=options.model_copy(update={"num_blocks": -(-longest // options.block_size)}))
+    if not prompt:
         raise InputError("the prompt is empty; give --prompt some text")
-    tokens = generate(restore_plain(run), torch.tensor([ids]), max_tokens, temperature, top_k, seed)
-    return str(tokenizer.decode(tokens[0].tolist()))
+    (answer,) = engine.generate([prompt], params)[0]
+    if answer.finish == "error":
+        raise InputError("the model's output is not finite: its weights are spoilt; take an earlier checkpoint")
+    return prompt + answer.text

@@ -5,4 +5,10 @@ request     what is asked for (SamplingParams), and how far a sequence has come
 blocks      who holds which block of the cache; which blocks hold a prefix that may be shared
 scheduler   which tokens run in the next step
 text        tokens as text, piece by piece; stop strings
+batch       one step as numbers that travel to every rank
+attention   attention over the cache; rotary positions of a ragged step
+linear      products with weights laid out once for the processor
+runner      one rank's part of the model, by the modules that training uses
+sampler     the choice of a token by a request's own parameters and seed
+engine      all of it together: submit, step, generate
 """

@@ -143,7 +143,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Take a waiting sequence in, with what the prefix cache has of it, if all its tokens find room."""
         tokens = sequence.tokens(0, sequence.num_tokens)
-        cached, chain = self.blocks.match(tokens)
+        cached, chain = self.blocks.match(() if sequence.params.prompt_logprobs else tokens)
         needed = self.blocks.blocks_for(len(tokens)) - len(cached) + self.blocks.num_idle(cached)
         spare = len(self.running)  # each may need a further block soon
         if needed + min(spare, self.blocks.num_blocks - needed) > self.blocks.num_free:

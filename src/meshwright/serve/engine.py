@@ -1,0 +1,421 @@
+"""Engine: many prompts at once through one model.
+
+    engine = Engine(model, plan, tokenizer=tokenizer)
+    answers = engine.generate(["Once upon"], SamplingParams(max_tokens=20))
+
+    submit ─▶ scheduler ─▶ batch ─▶ every rank's runner ─▶ logits on rank 0 ─▶ choice ─▶ text, stop strings ─▶ events
+
+Rank 0 decides; the other ranks follow it, step by step.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ordered
+from copy import deepcopy
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from meshwright.comm.collectives import broadcast
+from meshwright.comm.mesh import Axis, Mesh, start
+from meshwright.core.axes import WORLD
+from meshwright.core.errors import InputError
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import Placement
+from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
+from meshwright.core.units import counted
+from meshwright.cost.kv_cache import largest_kv_token_bytes
+from meshwright.parallel.states import DTYPES
+from meshwright.serve.batch import Batch, make_batch, wants_all
+from meshwright.serve.blocks import BlockManager
+from meshwright.serve.options import ServeOptions
+from meshwright.serve.request import MAX_SEED, Finish, SamplingParams, Sequence, sequences
+from meshwright.serve.runner import Runner, Weights, check_servable
+from meshwright.serve.sampler import Choice, Logprobs, choose, logprobs_of
+from meshwright.serve.scheduler import Chunk, Scheduler
+from meshwright.serve.text import Detokenizer, StopFinder
+
+STOP, NOTHING = 0, -1
+"""Instead of a batch's length: the end, and a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a step brought one sequence."""
+
+    sequence: Sequence
+    text: str = ""
+    """New text; never half a character, and nothing of a stop string."""
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    """Of the token."""
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    """Of tokens of the prompt, from its second on, as far as this step came."""
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, whole."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """One more event of its sequence."""
+        self.text += event.text
+        self.tokens += [] if event.token is None else [event.token]
+        self.logprobs += [] if event.logprobs is None else [event.logprobs]
+        self.prompt_logprobs += event.prompt_logprobs
+        self.finish = event.finish or self.finish
+
+
+@dataclass(slots=True)
+class _Output:
+    """What a sequence's tokens become."""
+
+    detokenizer: Detokenizer | None
+    stops: StopFinder
+
+
+class Engine:
+    """A model, served. Every rank builds one; rank 0 uses it, the others call :meth:`follow`.
+
+    Args:
+        model: a plain model: with weights, which are shared with it, or on the meta device with `weights`; that is
+            taken over.
+        plan: how it is divided; None: not at all, in the dtype of its weights.
+        options: sizes of cache, steps and queue.
+        tokenizer: for prompts and answers as text.
+        end_tokens: tokens that end an answer.
+        mesh: of the run that stands; None: this process alone, or what torchrun describes.
+        weights: where each rank reads its boxes.
+        special_tokens: whether a prompt as text gets the tokenizer's own beginning.
+        clock: seconds, for deadlines and order of arrival.
+
+    Raises:
+        UnsupportedError: a plan, or a model, that cannot be served.
+        InputError: a cache that holds no token.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | Strategy | None = None,
+        options: ServeOptions | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_tokens: Ordered[int] = (),
+        special_tokens: bool = True,
+        mesh: Mesh | None = None,
+        weights: Weights | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.spec: ModelSpec = model.spec
+        self.options = options or ServeOptions()
+        self.tokenizer = tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        self._special_tokens = special_tokens
+        strategy = plan.strategy if isinstance(plan, Plan) else plan or Strategy(precision=_precision(model))
+        check_servable(self.spec, strategy)
+        num_blocks = self.options.num_blocks or self._affordable(strategy)
+        self.mesh = mesh or _mesh(strategy)
+        block_size = self.options.block_size
+        model, weights = (model, weights) if weights else _shared(model)
+        self.runner = Runner(model, self.spec, strategy, self.mesh, weights, num_blocks, block_size)
+        blocks = BlockManager(num_blocks, block_size, self.options.prefix_cache)
+        self.scheduler = Scheduler(self.options, blocks, clock)
+        self.context = min(self.spec.max_positions, self.spec.sliding_window or self.spec.max_positions)
+        """Tokens of prompt and answer together, by the model."""
+        self._outputs: dict[Sequence, _Output] = {}
+        self._next_id = 0
+        self._pending: list[Event] = []
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer together: what the model, and the whole cache, can hold."""
+        return min(self.context, self.scheduler.longest)
+
+    def _affordable(self, strategy: Strategy) -> int:
+        block_bytes = self.options.block_size * largest_kv_token_bytes(self.spec, strategy)
+        num_blocks = self.options.cache_bytes // block_bytes
+        if num_blocks < 1:
+            raise InputError(
+                f"cache_bytes={self.options.cache_bytes}: one block of {self.options.block_size} tokens takes "
+                f"{block_bytes} bytes; give the cache more, or make blocks smaller"
+            )
+        return num_blocks
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises InputError where it is none, or there is no tokenizer."""
+        if self.tokenizer is None:
+            raise InputError("this model has no tokenizer: give prompts as token ids")
+        if any(0xD800 <= ord(character) < 0xE000 for character in text):
+            raise InputError("the prompt is not valid UTF-8 text: it holds a lone surrogate")
+        return list(self.tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
+
+    def check(self, prompt: Ordered[int], params: SamplingParams) -> None:
+        """Raises InputError where a request could never be answered."""
+        if not prompt:
+            raise InputError("the prompt is empty: give at least one token")
+        vocab = self.spec.vocab_size
+        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for where, tokens in named.items():
+            if (wrong := next((t for t in tokens if not 0 <= t < vocab), None)) is not None:
+                raise InputError(f"{where}: token {wrong} is none of the model's: ids go from 0 to {vocab - 1}")
+        needed = len(prompt) + (1 if params.max_tokens != 0 else 0)
+        if needed > self.max_length:
+            why = "the model's context" if self.max_length == self.context else "the whole key/value cache"
+            raise InputError(
+                f"the prompt has {counted(len(prompt), 'token')}, but {why} is {self.max_length} tokens, answer "
+                "included; shorten the prompt"
+            )
+
+    def submit(
+        self,
+        prompt: str | Ordered[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        matchers: Callable[[], object] | None = None,
+    ) -> list[Sequence]:
+        """Queue a request; its `n` sequences.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to answer.
+            priority: smaller goes first, as if it had come `priority_s` seconds earlier for each step.
+            timeout_s: after so long it ends, with what it has.
+            matchers: makes what follows the grammar, one for each sequence.
+
+        Raises:
+            InputError: a request that could never be answered, or a full queue.
+        """
+        params = params or SamplingParams()
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.check(tokens, params)
+        self.scheduler.check_room(params.n)
+        now = self.scheduler.clock()
+        order = now + priority * self.options.priority_s
+        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        deadline = None if timeout_s is None else now + timeout_s
+        made = sequences(self._next_id, tokens, params, seed, self.max_length, order, deadline)
+        self._next_id += params.n
+        for sequence in made:
+            sequence.matcher = matchers() if matchers else None
+            self._outputs[sequence] = _Output(self._detokenizer(), StopFinder(params.stop))
+            self.scheduler.add(sequence)
+        return made
+
+    def _detokenizer(self) -> Detokenizer | None:
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Nobody wants this answer any more: its blocks are given up at once."""
+        if sequence.finish is None:
+            self._end(sequence, "abort")
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Compute one step; what it brought. Empty where nothing is to be done.
+
+        Raises:
+            RankError: a rank is lost; the engine is of no use any more.
+        """
+        events = [Event(s, self._end(s, "deadline"), finish="deadline") for s in list(self.scheduler.late())]
+        chunks = self.scheduler.step()
+        if not chunks:
+            return events
+        batch = make_batch(chunks, self.options.block_size)
+        self._tell(batch)
+        logits = self.runner.run(batch)
+        self.scheduler.computed(chunks)
+        return events if logits is None else events + self._choose(chunks, logits)
+
+    def _choose(self, chunks: Ordered[Chunk], logits: torch.Tensor) -> list[Event]:
+        rows: list[int] = []
+        prompt_rows: dict[Sequence, tuple[Logprobs, ...]] = {}
+        chosen: list[Sequence] = []
+        at = 0
+        for chunk in chunks:
+            wanted = chunk.count if wants_all(chunk) else int(chunk.is_last)
+            if wants_all(chunk):
+                prompt_rows[chunk.sequence] = _of_prompt(chunk, logits[at : at + wanted])
+            at += wanted
+            if chunk.is_last:
+                rows.append(at - 1)
+                chosen.append(chunk.sequence)
+        answering = [at for at, s in enumerate(chosen) if s.num_tokens < s.max_length]
+        picked = [chosen[at] for at in answering]
+        choices = dict(zip(picked, choose(logits[[rows[at] for at in answering]], picked, self.end_tokens)))
+        events = [self._take(s, choices.get(s), prompt_rows.pop(s, ())) for s in chosen]
+        return events + [Event(s, prompt_logprobs=found) for s, found in prompt_rows.items()]
+
+    def _take(self, sequence: Sequence, choice: Choice | None, of_prompt: tuple[Logprobs, ...]) -> Event:
+        """A token was chosen: does it end the answer, and what text is certain now?"""
+        if choice is None:  # no token was asked for
+            return Event(sequence, self._end(sequence, "length"), prompt_logprobs=of_prompt, finish="length")
+        if choice.token is None:
+            return Event(sequence, self._end(sequence, "error"), finish="error")
+        token = choice.token
+        self.scheduler.append(sequence, token)
+        if sequence.matcher is not None:
+            sequence.matcher.accept(token)
+        if self._is_end(sequence, token):
+            text, finish = self._end(sequence, "stop"), "stop"
+        else:
+            text, finish = self._text(sequence, token)
+        return Event(sequence, text, token, choice.logprobs, of_prompt, finish)
+
+    def _text(self, sequence: Sequence, token: int) -> tuple[str, Finish | None]:
+        """New text, and why the answer ends with this token, if it does."""
+        output = self._outputs[sequence]
+        text = output.stops.push(output.detokenizer.push(token)) if output.detokenizer else ""
+        if output.stops.found is not None:
+            self._end(sequence, "stop")
+            return text, "stop"
+        is_done = sequence.matcher is not None and sequence.matcher.is_done
+        if is_done or sequence.num_tokens >= sequence.max_length:
+            finish: Finish = "stop" if is_done else "length"
+            return text + self._end(sequence, finish), finish
+        return text, None
+
+    def _is_end(self, sequence: Sequence, token: int) -> bool:
+        params = sequence.params
+        if len(sequence.output) < params.min_tokens:
+            return False
+        return token in params.stop_token_ids or (token in self.end_tokens and not params.ignore_eos)
+
+    def _end(self, sequence: Sequence, why: Finish) -> str:
+        """End a sequence; the text that was held back."""
+        output = self._outputs.pop(sequence)
+        self.scheduler.finish(sequence, why)
+        if output.detokenizer is None or output.stops.found is not None:
+            return ""
+        last = output.stops.push(output.detokenizer.finish())
+        return last if output.stops.found is not None else last + output.stops.finish()
+
+    def generate(
+        self, prompts: Ordered[str | Ordered[int]], params: SamplingParams | Ordered[SamplingParams] | None = None
+    ) -> list[list[Answer]]:
+        """Answer all prompts; of each its `n` answers. All ranks call it; those that follow get an empty list.
+
+        Args:
+            prompts: texts or token ids.
+            params: for all, or one for each.
+
+        Raises:
+            InputError: a prompt that cannot be answered; then none is.
+        """
+        if self.mesh.rank:
+            self.follow()
+            return []
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Ordered) else list(params)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(prompts)} prompts and {len(each)} params: give one for each, or one for all")
+        ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        for prompt, own in zip(ids, each, strict=True):
+            self.check(prompt, own)
+        answers: dict[Sequence, Answer] = {}
+        waiting = iter(zip(ids, each, strict=True))
+        grouped: list[list[Answer]] = []
+        has_more = True
+        while has_more or not self.is_idle:
+            has_more = has_more and self._refill(waiting, answers, grouped)
+            for event in self.step():
+                answers[event.sequence].add(event)
+        self.stop()
+        return grouped
+
+    def _refill(
+        self,
+        waiting: Iterator[tuple[list[int], SamplingParams]],
+        answers: dict[Sequence, Answer],
+        grouped: list[list[Answer]],
+    ) -> bool:
+        """Submit prompts while the queue is short; whether there may be more."""
+        while len(self.scheduler.waiting) <= self.options.max_waiting // 2:
+            request = next(waiting, None)
+            if request is None:
+                return False
+            made = self.submit(*request)
+            grouped.append([answers.setdefault(sequence, Answer(sequence.prompt)) for sequence in made])
+        return True
+
+    # --- the other ranks -----------------------------------------------------------------------------------
+
+    def _tell(self, batch: Batch) -> None:
+        if self.mesh[WORLD].size > 1:
+            _send(torch.from_numpy(batch.to_vector()), self.mesh[WORLD])
+
+    def stop(self) -> None:
+        """End :meth:`follow` on the other ranks."""
+        if self.mesh[WORLD].size > 1 and self.mesh.rank == 0:
+            broadcast(torch.tensor([STOP]), self.mesh[WORLD], 0)
+
+    def beat(self) -> None:
+        """A sign of life for the ranks that follow, which give up when nothing comes for too long.
+
+        Raises RankError where one of them is lost.
+        """
+        if self.mesh[WORLD].size > 1 and self.mesh.rank == 0:
+            broadcast(torch.tensor([NOTHING]), self.mesh[WORLD], 0)
+
+    def follow(self) -> None:
+        """On a rank other than 0: compute what rank 0 tells, until it stops. Raises RankError where it is lost."""
+        world = self.mesh[WORLD]
+        length = torch.empty(1, dtype=torch.int64, device=world.device)
+        while (count := int(broadcast(length, world, 0))) != STOP:
+            if count != NOTHING:
+                vector = torch.empty(count, dtype=torch.int64, device=world.device)
+                self.runner.run(Batch.from_vector(broadcast(vector, world, 0).cpu().numpy()))
+
+
+def _send(vector: torch.Tensor, world: Axis) -> None:
+    broadcast(torch.tensor([len(vector)], device=world.device), world, 0)
+    broadcast(vector.to(world.device), world, 0)
+
+
+def _of_prompt(chunk: Chunk, logits: torch.Tensor) -> tuple[Logprobs, ...]:
+    """Of the tokens that follow the chunk's in the prompt."""
+    prompt, num_top = chunk.sequence.prompt, chunk.sequence.params.logprobs or 0
+    following = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+    return tuple(logprobs_of(row, token, num_top) for row, token in zip(logits, following, strict=False))
+
+
+def _mesh(strategy: Strategy) -> Mesh:
+    start("cuda" if torch.cuda.is_available() else "cpu")
+    return Mesh.create(strategy.sizes)
+
+
+def _precision(model: nn.Module) -> str:
+    """The recipe whose parameters have the dtype of the model's."""
+    dtype = next(model.parameters()).dtype
+    return next(name for name in ("fp32", "bf16", "fp16", "fp64") if DTYPES[name] == dtype)
+
+
+def _shared(model: nn.Module) -> tuple[nn.Module, Weights]:
+    """A copy of the modules around the same weights, and where to read these: the caller's model stays as it is."""
+    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    if any(weight.is_meta for weight in weights.values()):
+        raise InputError("the model has no weights: load them first, or give `weights`")
+
+    def read(held: tuple[Placement, ...]) -> Iterator[torch.Tensor]:
+        return (weights[placement.name][placement.box.slices] for placement in held)
+
+    return deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}), read

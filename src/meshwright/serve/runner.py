@@ -1,0 +1,215 @@
+"""One rank's part of a served model: cut and divided by the modules that training uses, and run without gradients.
+
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ weights by placement ─▶ paged attention ─▶ packed products
+
+A step passes the stages one after the other: hidden states [1, T, h] go from rank to rank along `pp`, the logits of
+the wanted rows from the last stage to the first, where the parts of the vocabulary are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from meshwright.comm.collectives import all_gather
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.p2p import recv_start, send_start
+from meshwright.core.axes import PP, TP
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import Placement, dim_range, largest_part, placements
+from meshwright.core.strategy import Strategy
+from meshwright.parallel import pipeline, tensor
+from meshwright.parallel.states import DTYPES
+from meshwright.serve import linear
+from meshwright.serve.attention import PagedCore, Step, StepRope
+from meshwright.serve.batch import Batch
+
+Weights = Callable[[tuple[Placement, ...]], Iterable[torch.Tensor]]
+"""What a rank holds → the values of each box, in the same order. All ranks call it together."""
+
+HIDDEN_TAG, LOGITS_TAG = 0, 1
+
+
+def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
+    """Raises UnsupportedError where a model, or a way to divide it, cannot be served."""
+    s = strategy
+    for what, is_set in (
+        (f"dp={s.dp}", s.dp > 1),
+        (f"context.degree={s.cp}", s.cp > 1),
+        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
+        (f"sequence={s.sequence}", s.sequence != "none"),
+        (f"zero={s.zero}", s.zero > 0),
+        ("offload", s.offload.is_used),
+        (f"tile={s.tile}", s.tile > 1),
+        (f"{s.num_parts} parts on pp={s.pp} ranks", s.pp > 1 and s.num_parts != s.pp),
+        (f"schedule={s.schedule}", s.pp > 1 and s.pipeline_schedule.num_directions > 1),
+    ):
+        if is_set:
+            raise UnsupportedError(f"{what}: serving divides a model over tp and pp only; take it out of the plan")
+    if spec.num_experts and spec.gate.capacity_factor is not None:
+        raise UnsupportedError(
+            f"`{spec.name}` has experts of limited capacity: which tokens they drop depends on all that run together, "
+            "so that an answer would depend on its neighbours; serve a model without"
+        )
+    if spec.num_experts and s.tp * s.pp > 1:
+        raise UnsupportedError(f"`{spec.name}` is a mixture of experts: it is served by one rank; take tp=1 and pp=1")
+
+
+class Runner:
+    """Runs steps on one rank.
+
+    Args:
+        model: a plain model, on the meta device or with storage; taken over.
+        spec: its shape.
+        strategy: how it is divided; its tp, pp, stages and the dtype of its parameters count.
+        mesh: this rank's mesh, with the strategy's sizes.
+        weights: where the rank reads its boxes.
+        num_blocks: blocks of the cache.
+        block_size: tokens of one.
+
+    Raises:
+        UnsupportedError: what :func:`check_servable` refuses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        strategy: Strategy,
+        mesh: Mesh,
+        weights: Weights,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        check_servable(spec, strategy)
+        self.spec = spec
+        self.mesh = mesh
+        self.dtype = DTYPES[strategy.recipe.parameter]
+        self._step = Step()
+        self._ropes: list[StepRope] = []
+        pipeline.cut(model, spec, strategy, mesh[PP].index)
+        tensor.apply(model, spec, mesh[TP])
+        _fill(model, placements(spec, strategy, mesh.coordinates), weights, self.dtype, mesh.device)
+        self.cache = self._page(model, num_blocks * block_size)
+        linear.pack(model)
+        self._model = model.eval()
+        self._vocab_part = largest_part(spec, "vocab", spec.vocab_size, mesh[TP].size)
+        parts = (dim_range(spec, "vocab", spec.vocab_size, mesh[TP].size, at) for at in range(mesh[TP].size))
+        self._vocab_sizes = [size for _, size in parts]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the keys and values on this rank."""
+        return sum(layer.nbytes for layer in self.cache)
+
+    def _page(self, model: nn.Module, num_slots: int) -> list[torch.Tensor]:
+        """Put paged attention into every layer; the cache of each."""
+        caches, ropes = [], {}
+        for layer in model.layers.values():
+            attention = layer.attention
+            heads = attention.k.weight.shape[0] // self.spec.head_dim
+            cache = torch.zeros(2, num_slots, heads, self.spec.head_dim, dtype=self.dtype, device=self.mesh.device)
+            attention.core = PagedCore(cache, self._step)
+            if attention.rope is not None:
+                key = id(attention.rope)
+                ropes[key] = attention.rope = ropes.get(key) or StepRope(attention.rope, self._step)
+            caches.append(cache)
+        self._ropes = list(ropes.values())
+        return caches
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor | None:
+        """Compute one step. All ranks call it with the same batch.
+
+        Returns:
+            on the ranks of the first stage the logits [W, V] of the wanted rows, fp32 or wider; elsewhere None.
+
+        Raises:
+            RankError: another rank is lost.
+        """
+        pp, device = self.mesh[PP], self.mesh.device
+        self._step.begin(batch, device)
+        positions = torch.from_numpy(batch.positions).to(device)
+        longest = int(batch.contexts.max())
+        for rope in self._ropes:
+            rope.begin(positions, _round_up(longest, self.spec.max_positions), self.dtype)
+        x = self._enter(batch, positions)
+        for layer in self._model.layers.values():
+            x = layer(x)
+        if self._model.head is None:
+            send_start(x.contiguous(), pp, pp.index + 1, HIDDEN_TAG).wait()
+        return self._logits(batch, x)
+
+    def _enter(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+        """[1, T, h], embedded or from the stage before."""
+        pp, model = self.mesh[PP], self._model
+        if pp.index:
+            x = torch.empty(1, batch.num_tokens, self.spec.hidden_size, dtype=self.dtype, device=self.mesh.device)
+            recv_start(x, pp, pp.index - 1, HIDDEN_TAG).wait()
+            return x
+        x = model.embedding(torch.from_numpy(batch.tokens).to(self.mesh.device)[None])
+        return x if model.positions is None else x + model.positions(positions)
+
+    def _logits(self, batch: Batch, x: torch.Tensor) -> torch.Tensor | None:
+        pp, num_rows = self.mesh[PP], len(batch.wanted)
+        if not num_rows:
+            return None
+        part = None
+        if self._model.head is not None:
+            rows = torch.from_numpy(batch.wanted).to(x.device)
+            part = self._model.head(self._model.final_norm(x[:, rows]))[0]
+        if pp.size > 1:
+            part = self._to_first(part, num_rows)
+        return None if part is None else self._join(part)
+
+    def _to_first(self, part: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+        """Logits of the last stage, on the first."""
+        pp = self.mesh[PP]
+        if part is not None:
+            send_start(part.contiguous(), pp, 0, LOGITS_TAG).wait()
+            return None
+        if pp.index:
+            return None
+        size = self._vocab_sizes[self.mesh[TP].index]
+        part = torch.empty(num_rows, size, dtype=self.dtype, device=self.mesh.device)
+        recv_start(part, pp, pp.size - 1, LOGITS_TAG).wait()
+        return part
+
+    def _join(self, part: torch.Tensor) -> torch.Tensor:
+        """[W, V] from the parts [W, V/t] of a tp group; parts differ by one column at most."""
+        tp = self.mesh[TP]
+        part = part if part.dtype == torch.float64 else part.float()
+        if tp.size == 1:
+            return part
+        mine = part.new_zeros(self._vocab_part, len(part))
+        mine[: part.shape[1]] = part.t()
+        together = all_gather(mine.new_empty(tp.size, *mine.shape), mine, tp)
+        return torch.cat([together[at, :size] for at, size in enumerate(self._vocab_sizes)]).t()
+
+
+def _round_up(length: int, most: int) -> int:
+    """The next power of two, so that tables are made a few times only."""
+    return max(length, min(1 << (length - 1).bit_length(), most))
+
+
+@torch.no_grad()
+def _fill(
+    model: nn.Module, held: tuple[Placement, ...], weights: Weights, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give every parameter its box. Tied weights stay one Parameter."""
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    for placement, read in zip(held, weights(held), strict=True):
+        values = nn.Parameter(read.to(device, dtype).contiguous(), requires_grad=False)
+        names = [placement.name]
+        if placement.name == "embedding.weight" and model.head is not None and "head.weight" in owners:
+            is_tied = not any(other.name == "head.weight" for other in held)
+            names += ["head.weight"] * is_tied
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            if name in owners:
+                setattr(model.get_submodule(path), leaf, values)
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not missing, f"no values for {missing}"
