@@ -10,6 +10,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.core.batch import IGNORE
+from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.strategy import Strategy
 from meshwright.models.build import build
@@ -68,7 +69,7 @@ def _layer(mesh: Mesh) -> dict[str, Any]:
     plain, split = (build(spec, "cpu", torch.float64) for _ in range(2))
     for model in (plain, split):
         initialize(model, spec, 0)
-    ParallelModel(split, spec, Strategy(tp=NUM_RANKS, precision="fp64"), mesh)
+    ParallelModel(split, spec, Strategy(tp=NUM_RANKS, precision="fp64"), mesh, Job(seq_length=5, global_batch_size=1))
     whole, local, axis = plain.layers["0"], split.layers["0"], mesh["tp"]
     hidden, inner = _random(1, 1, 5, spec.hidden_size), _random(2, 1, 5, spec.ffn_size)
     columns = _own_columns(inner, axis)

@@ -151,7 +151,8 @@ def test_all_of_a_strategy_can_be_fixed(model, cluster, job):
     [
         ("dp", "FIELD=VALUE"), ("dp=", "FIELD=VALUE"), ("dp=two", "integer"), ("dp=0", "greater than 0"),
         ("zero=4", "0, 1, 2 or 3"), ("shcedule=1f1b", "did you mean `schedule`"),
-        ("recompute=some", "'none', 'full' or 'selective'"), ("layers_per_stage=3,x", "integer"), ("precision=int4", "fp32"),
+        ("recompute=some", "'none', 'full' or 'selective'"),
+        ("layers_per_stage=3,x", "integer"), ("precision=int4", "fp32"),
     ],
 )  # fmt: skip
 def test_a_bad_fix_is_one_clear_line(text, words):

@@ -17,6 +17,22 @@ class Job(Value):
     global_batch_size: int = Field(gt=0, le=MAX_SIZE)
     """Sequences of a step, over all ranks."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """ε of the training loss: the target keeps 1 − ε, and ε is spread over the whole vocabulary."""
+    label_smoothing_rule: Literal["torch", "megatron"] = "torch"
+    """`megatron` spreads ε over the other V − 1 tokens: ε·V/(V − 1) in the formula of `torch`."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """So many times the squared logarithm of the softmax's denominator is added to each token's training loss."""
+
+    @property
+    def num_loss_sums(self) -> int:
+        """Numbers of a token that the tp ranks sum: exponentials, the target's logit, and for smoothing all logits."""
+        return 2 + (self.label_smoothing > 0)
+
+    def smoothing(self, vocab_size: int) -> float:
+        """ε of the formula of `torch`."""
+        scale = vocab_size / max(1, vocab_size - 1) if self.label_smoothing_rule == "megatron" else 1.0
+        return self.label_smoothing * scale
 
     @property
     def tokens_per_step(self) -> int:

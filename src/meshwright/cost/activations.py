@@ -265,12 +265,17 @@ def head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[Byte
     return [*_norm_terms(spec, z, "final norm"), z.hidden_state("head input")]
 
 
-def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
-    """What the vocabulary-parallel cross entropy keeps: exponentials in the logits' place, and five numbers a token."""
+def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, num_sums: int = 2) -> list[ByteTerm]:
+    """What the vocabulary-parallel cross entropy keeps: exponentials in the logits' place, and five numbers a token.
+
+    Args:
+        num_sums: numbers of a token that are summed over tp, and kept (`Job.num_loss_sums`), with another for the
+            z-loss.
+    """
     z = _sizes(spec, strategy, b, s)
     return [
         z.statistics("exponentials", z.vocab),
-        z.statistics("sums and target logits", 2),
+        z.statistics("sums and target logits", num_sums),
         ByteTerm("targets", z.tokens * _INDEX_BYTES),
         ByteTerm("target flags", 2 * z.tokens * _FLAG_BYTES),
     ]

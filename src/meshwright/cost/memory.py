@@ -95,7 +95,7 @@ def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int)
 def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
     """:func:`activations_bytes` of several pipeline ranks."""
     kinds = strategy.precision, strategy.sequence
-    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length)
+    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
     layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
     asked = list(ranks)
     for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
@@ -235,8 +235,14 @@ class _Parts:
         return _Unit(self.layer_input, kept, postponed, split)
 
 
+def _loss_numbers(job: Job) -> int:
+    return job.num_loss_sums + (job.z_loss > 0)
+
+
 @lru_cache(maxsize=4096)
-def _one_micro_batch(model: ModelSpec, tp: int, precision: Precision, sequence: SequenceKind, b: int, s: int) -> _Parts:
+def _one_micro_batch(
+    model: ModelSpec, tp: int, precision: Precision, sequence: SequenceKind, b: int, s: int, loss_numbers: int
+) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
     alone = Strategy(tp=tp, precision=precision, sequence=sequence)
 
@@ -256,7 +262,7 @@ def _one_micro_batch(model: ModelSpec, tp: int, precision: Precision, sequence: 
         front=total_bytes(embedding_terms(model, alone, b, s)),
         dense=dense,
         sparse=of_layer(next(filter(model.is_sparse, range(model.num_layers)))) if has_both else dense,
-        back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s)]),
+        back=total_bytes([*head_terms(model, alone, b, s), *loss_terms(model, alone, b, s, loss_numbers)]),
         postponed_back=total_bytes(postponed_head_terms(model, alone, b, s)),
         layer_input=total_bytes(layer_input_terms(model, alone, b, s)),
     )

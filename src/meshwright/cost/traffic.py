@@ -112,7 +112,7 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
     if is_last:
         tokens = strategy.micro_batch_size * job.seq_length * strategy.recipe.statistic_bytes
         total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)
-        total.add("all_reduce", TP, "forward", 2 * tokens, strategy.tp, m)
+        total.add("all_reduce", TP, "forward", job.num_loss_sums * tokens, strategy.tp, m)
 
 
 def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:

@@ -18,6 +18,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import PP, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
@@ -27,7 +28,7 @@ from meshwright.parallel.asynchronous import EndlessPipeline, Update
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
-from meshwright.parallel.loss import cross_entropy_sum
+from meshwright.parallel.loss import Slice, cross_entropy_sum
 from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.shards import gather_start
 from meshwright.parallel.states import DTYPES, FlatStates
@@ -38,13 +39,15 @@ from meshwright.schedule.evaluation import evaluation_program
 class _StageLoss(nn.Module):
     """Cross entropy over this rank's slice of the vocabulary."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, job: Job) -> None:
         super().__init__()
-        self.axis = mesh[TP]
-        self.first, _ = dim_range(spec, "vocab", spec.vocab_size, self.axis.size, self.axis.index)
+        axis, size = mesh[TP], spec.vocab_size
+        first, _ = dim_range(spec, "vocab", size, axis.size, axis.index)
+        self.trained = Slice(axis, first, size, job.smoothing(size), job.z_loss)
+        self.evaluated = self.trained.plain()
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, labels, self.first, self.axis)
+        return cross_entropy_sum(logits, labels, self.trained if torch.is_grad_enabled() else self.evaluated)
 
 
 class ParallelModel:
@@ -55,16 +58,14 @@ class ParallelModel:
         spec: its shape.
         strategy: how it is split; legal for the model.
         mesh: this rank's mesh, with the strategy's sizes.
-        optimizer: what updates it; only what is offloaded depends on it.
+        job: what it is trained for: read for the optimizer's states, of which some may be offloaded, and for the loss.
 
     Raises:
         UnsupportedError: a precision that is for forecasts only, or a model that is not divided yet.
         InputError: the model does not fit its spec, or what is offloaded a tier.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh, optimizer: str = "adamw"
-    ) -> None:
+    def __init__(self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh, job: Job) -> None:
         strategy.recipe.check_runnable()
         check_divisible(spec)
         self.spec = spec
@@ -75,7 +76,7 @@ class ParallelModel:
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
         tensor.apply(model, spec, mesh[TP], strategy.sequence)
-        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, optimizer)
+        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         self.products = direct.apply(self.states)
@@ -86,7 +87,7 @@ class ParallelModel:
         self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)
         self.runner = StageRunner(
             stages,
-            _StageLoss(spec, mesh),
+            _StageLoss(spec, mesh, job),
             mesh,
             strategy,
             self.reducer,

@@ -57,7 +57,8 @@ class Engine:
         check_options(plan, options)
         self.plan = plan
         self.mesh = mesh
-        self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh, options.kind)
+        job = plan.job.model_copy(update={"optimizer": options.kind})
+        self.parallel = ParallelModel(model, plan.model, plan.strategy, mesh, job)
         self.optimizer = FlatOptimizer(self.parallel.states, mesh, options)
         self.last_traffic = Traffic()
         """What this rank sent in the last step."""

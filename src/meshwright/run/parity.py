@@ -93,7 +93,7 @@ class Reference:
     def __init__(self, plan: Plan, options: OptimizerOptions, seed: int) -> None:
         self.model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
         init.initialize(self.model, plan.model, seed)
-        self.options = options
+        self.options, self.job = options, plan.job
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -111,7 +111,7 @@ class Reference:
         everything = [micro for row in batches for micro in row]
         tokens, labels = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
         logits = self.model(tokens).flatten(0, -2)
-        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        loss = _plain_loss(logits, labels.flatten(), self.job)
         mean = loss / (labels != IGNORE).sum().clamp(min=1)
         mean.backward()
         return float(mean.detach())
@@ -126,6 +126,15 @@ class Reference:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Logical name → parameter."""
         return dict(self.model.named_parameters())
+
+
+def _plain_loss(logits: torch.Tensor, labels: torch.Tensor, job: Job) -> torch.Tensor:
+    """Sum over counted tokens, of logits [T, V]."""
+    smoothing = job.smoothing(logits.shape[-1])
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    if job.z_loss:
+        loss = loss + job.z_loss * logits[labels != IGNORE].logsumexp(-1).square().sum()
+    return loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from meshwright.core.axes import CP, DP, MESH_ORDER, PP
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
 from meshwright.core.plan import Plan
@@ -35,7 +34,8 @@ def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
     model = _model(plan.model, strategy, has_kv_replicas=kv_replicas(plan.model, plan.strategy.tp) > 1)
     batch = strategy.dp * strategy.num_micro_batches * strategy.micro_batch_size
     parts = strategy.hidden_parts[1]
-    job = Job(seq_length=-(-SEQ_LENGTH // parts) * parts, global_batch_size=batch, optimizer=plan.job.optimizer)
+    lengths = {"seq_length": -(-SEQ_LENGTH // parts) * parts, "global_batch_size": batch}
+    job = plan.job.model_copy(update=lengths)
     clone = Plan(model=model, cluster=_cluster(plan.strategy, strategy), job=job, strategy=strategy)
     return clone, list(_differences(plan.strategy, strategy))
 
