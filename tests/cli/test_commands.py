@@ -12,7 +12,7 @@ import typer
 from meshwright import cli
 from meshwright.cli.main import Command, build_app, find_commands, main
 
-WITHOUT_TORCH = ("plan", "show", "timeline")
+WITHOUT_TORCH = ("plan", "show", "timeline", "what-if")
 COMMANDS = find_commands()
 
 

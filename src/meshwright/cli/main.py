@@ -24,7 +24,20 @@ from meshwright.run.command import print_error, run_command
 
 SUMMARY = "Plan, run and prove the parallel training of transformers."
 
-ORDER = ("demo", "plan", "show", "timeline", "dryrun", "train", "parity", "compare", "verify", "generate", "export")
+ORDER = (
+    "demo",
+    "plan",
+    "show",
+    "what-if",
+    "timeline",
+    "dryrun",
+    "train",
+    "parity",
+    "compare",
+    "verify",
+    "generate",
+    "export",
+)
 """How `--help` lists the commands; others follow by name."""
 
 

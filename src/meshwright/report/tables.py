@@ -267,6 +267,17 @@ def comparison_table(comparisons: Sequence[Comparison], title: str = "Forecast b
     return table
 
 
+def changes_table(comparisons: Iterable[Comparison], heads: tuple[str, str, str], title: str) -> Table:
+    """One row per quantity: as it is, as it would be, and by how much that differs."""
+    table = plain_table(title)
+    table.add_column("")
+    for name in heads:
+        table.add_column(name, justify="right", no_wrap=True)
+    for c in comparisons:
+        table.add_row(c.name, _quantity(c.forecast, c.unit), _quantity(c.measured, c.unit), _difference(c))
+    return table
+
+
 # ---------------------------------------------------------------- a curve in one line
 
 
