@@ -8,6 +8,7 @@ from meshwright.core.cluster import ClusterSpec, Device, Link
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
+from meshwright.core.router import RouterSpec
 from meshwright.core.strategy import Strategy
 
 SEQ_LENGTH = 8
@@ -34,6 +35,14 @@ def gpt2(**changes: Any) -> ModelSpec:
     return llama(**{"name": "tiny-gpt2", "family": "gpt2", "norm": "layernorm", "positions": "learned",
                     "activation": "gelu_tanh", "gated_mlp": False, "qkv_bias": True, "out_bias": True,
                     "mlp_bias": True, "tied_embeddings": True, "num_kv_heads": 4, **changes})  # fmt: skip
+
+
+def mixture(router: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    """Four layers, the first of them dense; eight experts, two per token."""
+    gate = {"renormalise": "before_drop", "balance_loss": 0.1, "z_loss": 0.05, **(router or {})}
+    shape = {"name": "tiny-moe", "family": "mixture", "num_layers": 4, "num_experts": 8, "experts_per_token": 2,
+             "expert_ffn_size": 8, "dense_layers": (0,), "router": RouterSpec(**gate)}  # fmt: skip
+    return llama(**{**shape, **changes})
 
 
 def cluster(num_ranks: int, num_nodes: int = 1) -> ClusterSpec:

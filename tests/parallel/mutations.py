@@ -82,8 +82,8 @@ def tokens_times(factor: float) -> Mutation:
     """The step's loss is divided by a wrong number of tokens."""
 
     def apply(patch: pytest.MonkeyPatch, mesh: Mesh) -> None:
-        right = ParallelModel.count_tokens
-        patch.setattr(ParallelModel, "count_tokens", lambda self, batches: right(self, batches) * factor)
+        right = ParallelModel.count_step
+        patch.setattr(ParallelModel, "count_step", lambda self, batches: right(self, batches) * factor)
 
     return apply
 

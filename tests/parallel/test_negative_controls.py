@@ -23,13 +23,15 @@ from meshwright.parallel.states import FlatStates
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import Mismatch, find_mismatch
 from meshwright.train.optimizer import FlatOptimizer, Shard
-from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
+from tests.parallel.layouts import gpt2, llama, make_plan, mixture, qwen3
 from tests.parallel.mutations import Mutation, counted_again, every, replaced, tokens_times, without
 from tests.pool import RanksFailed
 
 LLAMA = llama(num_layers=2)
 QWEN3 = qwen3(num_layers=2)
 GPT2 = gpt2(num_layers=2)
+MOE = mixture(num_layers=1, dense_layers=None)
+BATCH = mixture({"balance_over": "batch"}, num_layers=1, dense_layers=None)
 
 BACKWARD = 1 + 2 * LLAMA.num_layers
 """All-reduces over tp in a micro-batch's backward: head, then of each layer, from the last, mlp and attention."""
@@ -94,6 +96,10 @@ def _doubled(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, loss: tuple(2 * value for value in right(self, loss))
 
 
+def _half_the_sequences(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, batches: right(self, batches) * torch.tensor([1, 1, 1, 0.5], dtype=torch.float64)
+
+
 def _keeps_twice(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: [*right(self), *right(self)]
 
@@ -143,6 +149,16 @@ CONTROLS = {
     "sum of tied embeddings": Control(
         without("pp_ends", "all_reduce", "gradients"), QWEN3, P2, "gradient", r"embedding.weight"
     ),
+    # Routers.
+    "loads of all ranks": Control(without("dp", "all_reduce", "router"), BATCH, D2, "gradient"),
+    "adjoint of the weights of choices": Control(
+        without("tp", "all_reduce", "backward", every(3, 1)), MOE, T2, "gradient", r"router.weight|embedding"
+    ),
+    "sum behind experts": Control(without("tp", "all_reduce", "forward", every(5, 2)), MOE, T2, "gradient"),
+    "a router's loss twice": Control(
+        replaced(ParallelModel, "count_step", _half_the_sequences), MOE, D2, "gradient", r"router.weight|embedding"
+    ),
+    "loads of one rank": Control(without("dp", "all_reduce", "router"), MOE, D2, "router-loss"),
     # Stages of a pipeline.
     "weight gradients of the last micro-batch": Control(
         replaced(StageRunner, "_weight_gradients", _forgets_the_last), LLAMA, {**P2, "schedule": "zb-h1"}, "gradient"
@@ -236,7 +252,7 @@ CONTROLS = {
     ),
     # What is sent and held.
     "a call too many": Control(
-        replaced(ParallelModel, "count_tokens", _counts_twice), LLAMA, D2, "traffic", r"all_reduce dp count", ratio=2.0
+        replaced(ParallelModel, "count_step", _counts_twice), LLAMA, D2, "traffic", r"all_reduce dp count", ratio=2.0
     ),
     "a state kept twice": Control(
         replaced(Shard, "states", _keeps_twice), LLAMA, D2, "memory", r"optimizer \(adamw", ratio=2.0

@@ -22,6 +22,7 @@ PHASES = {
     "forward": "within layers and between stages, forward",
     "recompute": "within layers, when full recompute runs them again",
     "backward": "within layers and between stages, backward",
+    "router": "loads of the experts, over all ranks",
     "gather": "blocks of parameters gathered, each time they are needed, with ZeRO-3",
     "gradients": "reduction of gradients",
     "norm": "gradient norm and loss",

@@ -69,6 +69,44 @@ def _kv(c: Case) -> str | None:
     return f"tp={tp} and {kv} key/value heads: neither divides the other" if kv % tp and tp % kv else None
 
 
+def _ffn(c: Case) -> str | None:
+    model, tp = c.model, c.strategy.tp
+    widths = (("the experts' width", model.expert_size), ("the shared experts' width", model.shared_ffn_size or tp))
+    for what, width in (("the feed-forward width", model.ffn_size), *(widths if model.num_experts else ())):
+        if (fault := _divides(what, width, "tp", tp)) is not None:
+            return fault
+    return None
+
+
+def _experts(c: Case) -> str | None:
+    s, model = c.strategy, c.model
+    if not model.num_experts:
+        return None
+    gate = model.gate
+    for name, is_set in (
+        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
+        (f"sequence={s.sequence}", s.sequence != "none"),
+        (f"context.degree={s.cp}", s.cp > 1),
+        (f"recompute={s.recompute} and router.noise={gate.noise}", s.recompute != "none" and gate.noise != "none"),
+        (
+            f"schedule={s.schedule} and router losses or biases",
+            s.pipeline_schedule.is_asynchronous and (gate.has_losses or gate.bias),
+        ),
+    ):
+        if is_set:
+            return f"`{model.name}` has experts: {name}"
+    return None
+
+
+def _balance(c: Case) -> str | None:
+    s, gate = c.strategy, c.model.gate
+    if not (c.model.num_experts and gate.balance_loss and gate.balance_over == "batch") or _timetable(c) is not None:
+        return None
+    if s.forwards_first:
+        return None
+    return f"router.balance_over=batch with schedule={s.schedule} and num_micro_batches={s.num_micro_batches}"
+
+
 def _vocab(c: Case) -> str | None:
     rows, tp = c.model.vocab_size, c.strategy.tp
     return f"tp={tp} is more than the {rows} rows of the vocabulary" if tp > rows else None
@@ -257,7 +295,9 @@ def _node(c: Case) -> str | None:
 
 
 OF_MICRO_BATCHES = "pp-timetable"
-"""The one rule that depends on how a rank's sequences are cut into micro-batches."""
+BALANCE = "balance"
+MICRO_BATCH_RULES = {OF_MICRO_BATCHES, BALANCE}
+"""The rules that depend on how a rank's sequences are cut into micro-batches."""
 
 RULES = (
     Rule("world", "dp × context.degree × tp × pp = number of devices", "every device runs exactly one rank", _world),
@@ -276,9 +316,23 @@ RULES = (
     ),
     Rule(
         "tp-ffn",
-        "tp divides the feed-forward width",
+        "tp divides the feed-forward width, of experts too",
         "gate, up and down are cut into equal blocks of columns and rows",
-        lambda c: _divides("the feed-forward width", c.model.ffn_size, "tp", c.strategy.tp),
+        _ffn,
+    ),
+    Rule(
+        "experts",
+        "layers of experts need 1D tensor parallelism and whole sequences; noise of their gates no recompute; their "
+        "losses and biases no asynchronous schedule",
+        "a token's experts are chosen once, by what its rank knows of its sequence and of the step",
+        _experts,
+    ),
+    Rule(
+        BALANCE,
+        "a balance loss over the batch needs one micro-batch, or every forward of a step before its first backward "
+        "(schedule=gpipe); else take router.balance_over=sequence",
+        "it weighs experts by their loads over all tokens of the step, which backward must know",
+        _balance,
     ),
     Rule(
         "sequence-tokens",
@@ -468,9 +522,10 @@ def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, j
             update={**degrees, "micro_batch_size": 1, "num_micro_batches": per_rank, "layers_per_stage": keep}
         ).on(cluster)
         broken = {violation.rule.id for violation in violations(other, model, cluster, job)}
-        if rest or broken - {OF_MICRO_BATCHES}:
+        if rest or broken - MICRO_BATCH_RULES:
             continue
         for micro in divisors(per_rank):
             split = other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})
-            if _timetable(Case(split, model, cluster, job)) is None:
+            case = Case(split, model, cluster, job)
+            if _timetable(case) is None and _balance(case) is None:
                 yield split

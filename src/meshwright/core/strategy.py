@@ -18,7 +18,7 @@ from meshwright.core.cluster import ClusterSpec, Tier
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.layouts import Context, Grid, SequenceKind, Tensor, grid
 from meshwright.core.precision import RECIPES, Recipe
-from meshwright.core.program import Kind
+from meshwright.core.program import COMPUTE_KINDS, Kind
 from meshwright.core.schedule import (
     FILE_SUFFIX,
     PipelineSize,
@@ -212,6 +212,11 @@ class Strategy(Value):
         return _splits_backward(self.pipeline_schedule, self.pipeline)
 
     @property
+    def forwards_first(self) -> bool:
+        """Whether every rank runs all forwards of a step before its first backward."""
+        return self.num_micro_batches == 1 or _forwards_first(self.pipeline_schedule, self.pipeline)
+
+    @property
     def pipeline(self) -> PipelineSize:
         """What the timetable is made for."""
         return PipelineSize(self.pp, self.num_micro_batches, self.stages_per_rank)
@@ -331,6 +336,15 @@ def _splits_backward(schedule: Schedule, size: PipelineSize) -> bool:
     small = PipelineSize(min(2, size.num_ranks), 4, size.num_chunks)
     seen = size if schedule.fault is not None and schedule.fault(small) is not None else small
     return any(action.kind is Kind.W for row in schedule.order(seen) for action in row)
+
+
+@lru_cache(maxsize=256)
+def _forwards_first(schedule: Schedule, size: PipelineSize) -> bool:
+    """As :func:`_splits_backward`, seen in a small timetable."""
+    small = PipelineSize(min(2, size.num_ranks), 4, size.num_chunks)
+    seen = size if schedule.fault is not None and schedule.fault(small) is not None else small
+    rows = ([action.kind is Kind.F for action in row if action.kind in COMPUTE_KINDS] for row in schedule.order(seen))
+    return all(row == sorted(row, reverse=True) for row in rows)
 
 
 @lru_cache(maxsize=256)

@@ -176,7 +176,9 @@ def stage_costs(
         reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
         num_reducing=m * per_rank if strategy.reduces_each else strategy.num_updates,
-        after=tuple(TimeTerm(phase, phases[phase]) for phase in ("count", "norm", "parameters") if phase in phases),
+        after=tuple(
+            TimeTerm(phase, phases[phase]) for phase in ("count", "router", "norm", "parameters") if phase in phases
+        ),
         optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s),),
         weight_gradients_s=flops.weight_gradients / speed,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 
 from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
@@ -35,6 +35,7 @@ from meshwright.cost.activations import (
     recomputed_core_terms,
     total_bytes,
 )
+from meshwright.cost.experts import num_statistics
 from meshwright.cost.in_flight import Instant, instants
 from meshwright.cost.offload import offload_forecast
 
@@ -65,11 +66,24 @@ def memory(
         * (offload.gradients == "none"),
         optimizer_bytes=held(1) * state_bytes * (offload.optimizer == "none"),
         activations_bytes=activations_bytes(model, job, strategy, at[PP]),
-        buffers_bytes=tables_bytes(model, job, strategy),
+        buffers_bytes=tables_bytes(model, job, strategy) + router_bytes(model, _own_layers(model, strategy, at[PP])),
         working_bytes=working_bytes(buckets, strategy) + moved.working_set_bytes,
         host_bytes=moved.tier_bytes.get("cpu", 0),
         disk_bytes=moved.tier_bytes.get("disk", 0),
     )
+
+
+def _own_layers(model: ModelSpec, strategy: Strategy, rank: int) -> Iterator[int]:
+    layers = strategy.stage_layers(model.num_layers)
+    return chain.from_iterable(layers[stage] for stage in strategy.rank_stages(rank))
+
+
+def router_bytes(model: ModelSpec, layers: Iterable[int]) -> int:
+    """Statistics of the routers of these layers in training (float64), and their biases."""
+    if not model.num_experts:
+        return 0
+    bias_bytes = 4 * model.num_experts * model.gate.bias
+    return sum(map(model.is_sparse, layers)) * (num_statistics(model) * 8 + bias_bytes)
 
 
 def working_bytes(buckets: Sequence[Bucket], strategy: Strategy) -> int:

@@ -16,6 +16,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
 from meshwright.core.sharding import Level, sharding
 from meshwright.core.strategy import Strategy
+from meshwright.cost.experts import add_router_traffic, add_tensor_traffic
 
 SCALAR_BYTES = 8
 """Counts, norms and losses cross the ranks in float64."""
@@ -64,10 +65,12 @@ def step_traffic(
     """
     total = Traffic()
     is_endless = strategy.pipeline_schedule.is_asynchronous
-    num_counts = strategy.num_updates if is_endless else 2
+    num_counts = strategy.num_updates if is_endless else 4 if model.num_experts else 2
     total.add("all_reduce", strategy.data_axis, "count", num_counts * SCALAR_BYTES, strategy.data_ranks)
     _data(total, model, strategy, rank_buckets(model, strategy, at) if buckets is None else buckets)
-    total.add("all_reduce", WORLD, "norm", 2 * SCALAR_BYTES, strategy.world_size)
+    num_sums = 3 if model.num_experts and not is_endless else 2
+    total.add("all_reduce", WORLD, "norm", num_sums * SCALAR_BYTES, strategy.world_size)
+    add_router_traffic(total, model, strategy, at[PP])
     return total
 
 
@@ -109,6 +112,7 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
     else:
         for phase, times in (("forward", layers + first), ("recompute", again), ("backward", layers + last)):
             add("all_reduce", phase, times)
+    add_tensor_traffic(total, model, job, strategy, stage, whole)
     if is_last:
         tokens = strategy.micro_batch_size * job.seq_length * strategy.recipe.statistic_bytes
         total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)

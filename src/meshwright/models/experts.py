@@ -269,6 +269,7 @@ class Router(nn.Module):
         scales: set in training where the gate has losses; None: they are left out.
         statistics: [3·E + 4] float64, to which every forward adds while it is set: choices by expert, tokens taken by
             expert, sums of normalised scores by expert; then balance losses, z-losses, sequences and tokens.
+        counts: False while a forward is run again, whose tokens `statistics` have already.
         generator: of the gate's noise; None: there is none.
     """
 
@@ -282,12 +283,13 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num, device=device) if spec.gate.bias else None, persistent=False)
         self.scales: LossScales | None = None
         self.statistics: torch.Tensor | None = None
+        self.counts = True
         self.generator: torch.Generator | None = None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Choice]:
         logits = self._logits(x)
         choice = select(logits, self.bias, self.spec)
-        if self.statistics is not None:
+        if self.statistics is not None and self.counts:
             self._count(logits, choice, self.statistics)
         return _Weights.apply(logits, choice, self), choice
 

@@ -9,13 +9,14 @@ recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import PP, TP, WORLD
+from meshwright.core.axes import PP, PP_MIRROR, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
@@ -30,6 +31,7 @@ from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.loss import Slice, cross_entropy_sum
 from meshwright.parallel.pipeline import StageRunner
+from meshwright.parallel.routers import Routers
 from meshwright.parallel.shards import gather_start
 from meshwright.parallel.states import DTYPES, FlatStates
 from meshwright.schedule.build import program
@@ -61,13 +63,12 @@ class ParallelModel:
         job: what it is trained for: read for the optimizer's states, of which some may be offloaded, and for the loss.
 
     Raises:
-        UnsupportedError: a precision that is for forecasts only, or a model that is not divided yet.
+        UnsupportedError: a precision that is for forecasts only, or a model that is not divided.
         InputError: the model does not fit its spec, or what is offloaded a tier.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh, job: Job) -> None:
         strategy.recipe.check_runnable()
-        check_divisible(spec)
         self.spec = spec
         self.strategy = strategy
         self.mesh = mesh
@@ -75,13 +76,16 @@ class ParallelModel:
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
+        self.routers = _routers(model, spec, strategy, mesh)
+        """Of a mixture of experts."""
         tensor.apply(model, spec, mesh[TP], strategy.sequence)
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         self.products = direct.apply(self.states)
         self.tiles = tiling.apply(self.states, mesh, strategy)
-        recompute.apply(model.layers, spec, strategy, mesh)
+        again = self.routers.again if self.routers else nullcontext
+        recompute.apply(model.layers, spec, strategy, mesh, again)
         stages = pipeline.split(model, spec, strategy, mesh[PP].index)
         self.reducer = GradientReducer(self.states, mesh)
         self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)
@@ -96,6 +100,8 @@ class ParallelModel:
             _hidden_shape(spec, strategy),
             DTYPES[strategy.recipe.parameter],
         )
+        if self.routers is not None:
+            self.runner.before_backward = self.routers.before_backward
         self.endless: EndlessPipeline | None = None
         """What runs the steps of an asynchronous schedule."""
         if strategy.pipeline_schedule.is_asynchronous:
@@ -145,9 +151,17 @@ class ParallelModel:
                 "gradients were already reduced; call the optimizer's step before the next forward_backward"
             )
         row = self._row(len(micro_batches), trains=True, reduce=reduce)
-        counted = self.count_tokens(micro_batches) if num_tokens is None else num_tokens
+        totals = self.count_step(micro_batches)
+        counted = totals[0] if num_tokens is None else num_tokens
         scale = 1.0 / counted.clamp(min=1)
-        loss = self.runner.run(row, micro_batches, scale if loss_scale is None else scale * loss_scale)
+        loss_gradient = scale if loss_scale is None else scale * loss_scale
+        if self.routers is None:
+            loss = self.runner.run(row, micro_batches, loss_gradient)
+        else:
+            self._check_routed(micro_batches, is_whole=num_tokens is None and reduce)
+            with self.routers.training(totals[2:], 1.0 if loss_scale is None else loss_scale):
+                loss = self.runner.run(row, micro_batches, loss_gradient)
+            self.routers.sum_statistics()
         self._pending_reduction = reduce
         return loss * scale
 
@@ -202,8 +216,18 @@ class ParallelModel:
         return self._rows[key]
 
     def constants(self) -> list[torch.Tensor]:
-        """Tables that the model keeps besides its parameters, such as rotary positions."""
-        return [buffer for buffer in self._model.buffers() if buffer is not None]
+        """What the model keeps besides its parameters: rotary positions, biases and statistics of routers."""
+        statistics = [] if self.routers is None else [self.routers.statistics]
+        return [*(buffer for buffer in self._model.buffers() if buffer is not None), *statistics]
+
+    def router_biases(self) -> dict[str, torch.Tensor]:
+        """Name → values [E] of the biases of this rank's routers, which a checkpoint holds like parameters."""
+        return {} if self.routers is None else self.routers.biases
+
+    @property
+    def owns_biases(self) -> bool:
+        """Whether this rank is the one that saves them."""
+        return self.routers is not None and self.routers.counts_once and self.mesh[TP].index == 0
 
     @property
     def version_bytes(self) -> int:
@@ -225,14 +249,36 @@ class ParallelModel:
 
         Raises InputError where ranks bring different numbers of micro-batches and ZeRO-2 or 3 reduces after each.
         """
+        return self.count_step(micro_batches)[0]
+
+    def count_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """(counted tokens, micro-batches) over all dp ranks; of a mixture (.., all tokens, sequences) too."""
         counted = sum((labels != IGNORE).sum() for _, labels in micro_batches)
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        total = torch.zeros(2 if self.routers is None else 4, dtype=torch.float64, device=self.mesh.device)
         total[0], total[1] = counted, len(micro_batches)
+        if self.routers is not None:
+            total[2] = sum(tokens.numel() for tokens, _ in micro_batches)
+            total[3] = sum(len(tokens) for tokens, _ in micro_batches)
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[self.strategy.data_axis])
         if self.strategy.reduces_each and total.is_cpu:  # elsewhere the host would wait; a rank that is late is named
             self._check_micro_batches(len(micro_batches), int(total[1]))
-        return total[0]
+        return total
+
+    def _check_routed(self, micro_batches: Sequence[MicroBatch], *, is_whole: bool) -> None:
+        """A loss of routers is of a whole step, whose size and, over the batch, whose loads it must know."""
+        gate, schedule = self.spec.gate, self.strategy.schedule
+        if gate.has_losses and not is_whole:
+            raise InputError(
+                f"`{self.spec.name}` has losses of its routers, which are taken over a whole step: give all its "
+                "micro-batches in one call of forward_backward"
+            )
+        over_batch = gate.balance_loss > 0 and gate.balance_over == "batch"
+        if over_batch and len(micro_batches) > 1 and not self.strategy.forwards_first:
+            raise InputError(
+                f"{len(micro_batches)} micro-batches with schedule=`{schedule}` and a balance loss over the batch, "
+                "which needs every forward before the first backward; take one, gpipe, or balance_over=sequence"
+            )
 
     def _check_micro_batches(self, own: int, together: int) -> None:
         dp = self.strategy.data_ranks
@@ -258,6 +304,8 @@ class ParallelModel:
         """Start a new step."""
         self.states.zero_gradients()
         self.reducer.start_step()
+        if self.routers is not None:
+            self.routers.start_step()
         self._pending_reduction = False
 
 
@@ -267,13 +315,29 @@ def _hidden_shape(spec: ModelSpec, strategy: Strategy) -> Callable[[torch.Size],
     return lambda tokens: (tokens[0] // in_b, tokens[1] // in_s, spec.hidden_size // in_h)
 
 
-def check_divisible(spec: ModelSpec) -> None:
-    """Raises UnsupportedError where a model runs on one process only."""
-    if spec.num_experts:
-        raise UnsupportedError(
-            f"`{spec.name}` is a mixture of experts ({spec.num_experts} experts): it runs as a plain module and can be "
-            "planned, but is not trained yet"
-        )
+def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> Routers | None:
+    """Those of a model that was cut for its pipeline rank."""
+    if not spec.num_experts:
+        return None
+    axes = [strategy.data_axis]
+    is_mirrored = strategy.pipeline_schedule.num_directions > 1
+    axes += [PP_MIRROR] if is_mirrored else []
+
+    def sum_up(x: torch.Tensor) -> None:
+        with mesh.ledger.phase("router"):
+            for axis in axes:
+                all_reduce(x, mesh[axis])
+
+    data_index = strategy.data_index(mesh.coordinates)
+    is_twin = is_mirrored and mesh[PP].index >= strategy.pp / 2
+    return Routers(
+        {int(layer): module.mlp.router for layer, module in model.layers.items() if spec.is_sparse(int(layer))},
+        spec,
+        mesh.device,
+        sum_up,
+        counts_once=data_index == 0 and not is_twin,
+        noise_key=2 * data_index + is_twin,
+    )
 
 
 def _is_meta(model: nn.Module) -> bool:

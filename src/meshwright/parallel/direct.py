@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.parallel.experts import ExpertLinear
 from meshwright.parallel.products import Products
 from meshwright.parallel.states import FlatStates, GradientSink
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -90,11 +91,13 @@ def apply(states: FlatStates) -> Products:
 
 
 def _writes(module: nn.Module) -> bool:
-    return isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | ExpertLinear)
 
 
 def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
-    if isinstance(module, VocabParallelEmbedding):
+    if isinstance(module, ExpertLinear):
+        module.write = lambda grads, inputs, counts: products.add([(sink, grads)], inputs, counts)
+    elif isinstance(module, VocabParallelEmbedding):
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
     elif isinstance(module, ColumnParallelLinear):
         module.sink, module.region.products = sink, products

@@ -145,6 +145,8 @@ class StageRunner:
         self._products = products
         self.trace: list[tuple[Action, float, float]] | None = None
         """Set to a list to record (action, start, end) in seconds; None records nothing."""
+        self.before_backward: Callable[[], None] = lambda: None
+        """Called before each backward."""
         self.watch: Callable[[Action | None], None] = lambda action: None
         """Called before each action, and with None after the last."""
         self._hidden_shape = hidden_shape
@@ -224,6 +226,7 @@ class StageRunner:
 
     def _backward(self, step: UnderWay, action: Action) -> None:
         flight = step.in_flight[action.stage, action.micro_batch]
+        self.before_backward()
         self._reducer.start_backward(action.stage)
         with self._mesh.ledger.phase("backward"), self._gatherer.backward(action.stage):
             if flight.edge is not None:

@@ -24,6 +24,8 @@ class Product:
     """Their input [T, in]; asked for once."""
     kept: tuple[object, ...]
     """What counts what is kept for it, while it is."""
+    counts: Sequence[int] | None = None
+    """Of experts: rows of each run (`GradientSink.add_product`)."""
 
     @property
     def sinks(self) -> list[GradientSink]:
@@ -32,7 +34,7 @@ class Product:
     @torch.no_grad()
     def write(self) -> None:
         """dW, to their sinks."""
-        write(self.written, self.inputs())
+        write(self.written, self.inputs(), self.counts)
 
 
 class Products:
@@ -60,26 +62,34 @@ class Products:
         finally:
             self._postponed = None
 
-    def add(self, written: Sequence[Written], inputs: torch.Tensor) -> None:
-        """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in]: now, or later."""
+    def add(self, written: Sequence[Written], inputs: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in] (of experts each of its own rows, `counts` of
+        each run): now, or later."""
         if self._postponed is None:
-            write(written, inputs)
+            write(written, inputs, counts)
         elif written:
-            self.postpone(written, inputs, lambda: inputs)
+            self.postpone(written, inputs, lambda: inputs, counts)
 
-    def postpone(self, written: Sequence[Written], kept: torch.Tensor, inputs: Callable[[], torch.Tensor]) -> None:
+    def postpone(
+        self,
+        written: Sequence[Written],
+        kept: torch.Tensor,
+        inputs: Callable[[], torch.Tensor],
+        counts: Sequence[int] | None = None,
+    ) -> None:
         """Leave products for later.
 
         Args:
             kept: what `inputs` is made of.
             inputs: makes the layers' common input [T, in].
+            counts: of experts, rows of each run.
         """
         assert self._postponed is not None
         counted = tuple(self.keep(grads) for _, grads in written)
-        self._postponed.append(Product(tuple(written), inputs, (*counted, self.keep(kept))))
+        self._postponed.append(Product(tuple(written), inputs, (*counted, self.keep(kept)), counts))
 
 
-def write(written: Sequence[Written], inputs: torch.Tensor) -> None:
-    """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in]."""
+def write(written: Sequence[Written], inputs: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+    """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in]; of experts each of its own rows."""
     for sink, grads in written:
-        sink.add_product(grads, inputs)
+        sink.add_product(grads, inputs, counts)

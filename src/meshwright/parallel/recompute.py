@@ -14,6 +14,8 @@ What it needs: rule `recompute-choice`. What it costs: `cost.activations`, `cost
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.tensor import RowParallelLinear
 
+Again = Callable[[], AbstractContextManager[None]]
+
 
 class _Recompute(torch.autograd.Function):
     """Runs `layer` without a graph; backward runs it again with one. Parameters collect their gradients there.
@@ -35,35 +39,38 @@ class _Recompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: nn.Module, ledger: Ledger) -> torch.Tensor:
-        ctx.layer, ctx.ledger = layer, ledger
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: nn.Module, ledger: Ledger, again: Again
+    ) -> torch.Tensor:
+        ctx.layer, ctx.ledger, ctx.again = layer, ledger, again
         ctx.save_for_backward(x)
         with torch.no_grad():
             return layer(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[0])
-        with torch.enable_grad(), ctx.ledger.phase("recompute"):
+        with torch.enable_grad(), ctx.ledger.phase("recompute"), ctx.again():
             y = ctx.layer(x)
         torch.autograd.backward(y, grads[0])
-        return x.grad, None, None, None
+        return x.grad, None, None, None, None
 
 
 class Recomputed(nn.Module):
     """Layers in a row that are run again in backward."""
 
-    def __init__(self, layers: list[nn.Module], ledger: Ledger) -> None:
+    def __init__(self, layers: list[nn.Module], ledger: Ledger, again: Again) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)
         self.ledger = ledger
+        self.again = again
         self.anchor = torch.empty(0, requires_grad=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._recomputed(x) if torch.is_grad_enabled() else self.layers(x)
 
     def _recomputed(self, x: torch.Tensor) -> torch.Tensor:
-        return _Recompute.apply(x, self.anchor, self.layers, self.ledger)
+        return _Recompute.apply(x, self.anchor, self.layers, self.ledger, self.again)
 
 
 class _CoreThenRows(torch.autograd.Function):
@@ -120,9 +127,10 @@ class SelectiveAttend(nn.Module):
         return o.collect(_CoreThenRows.apply(q, k, v, o.weight, core, o, self.ledger))
 
 
-def apply(layers: nn.ModuleDict, spec: ModelSpec, strategy: Strategy, mesh: Mesh) -> None:
+def apply(layers: nn.ModuleDict, spec: ModelSpec, strategy: Strategy, mesh: Mesh, again: Again = nullcontext) -> None:
     """Change the layers of this pipeline rank's stages, in place. Names of parameters change, so states are bound
-    before; layers that are run again together stand in the place of the first."""
+    before; layers that are run again together stand in the place of the first. `again` is a context around every
+    forward of whole layers that is run again."""
     parts = strategy.stage_layers(spec.num_layers)
     for stage in strategy.rank_stages(mesh[PP].index):
         for group in strategy.recompute_groups(parts[stage]):
@@ -131,6 +139,6 @@ def apply(layers: nn.ModuleDict, spec: ModelSpec, strategy: Strategy, mesh: Mesh
                 layers[names[0]].attention.attend = SelectiveAttend(mesh.ledger)
                 continue
             together = [layers[name] for name in names]
-            layers[names[0]] = Recomputed(together, mesh.ledger)
+            layers[names[0]] = Recomputed(together, mesh.ledger, again)
             for name in names[1:]:
                 del layers[name]

@@ -77,12 +77,30 @@ class GradientSink:
         if self._is_first():
             self.view.zero_()
 
-    def add_product(self, grads: torch.Tensor, inputs: torch.Tensor) -> None:
-        """view [out, in] += gradsᵀ · inputs, of grads [T, out] and inputs [T, in]."""
-        if grads.dtype != self.view.dtype:
+    def add_product(self, grads: torch.Tensor, inputs: torch.Tensor, counts: Sequence[int] | None = None) -> None:
+        """view [out, in] += gradsᵀ · inputs, of grads [T, out] and inputs [T, in].
+
+        Of experts, view [E, out, in]: run i of the rows, `counts[i]` of them, belongs to expert i mod E.
+        """
+        if counts is not None:
+            self._add_runs(grads, inputs, counts)
+        elif grads.dtype != self.view.dtype:
             self.add(grads.t() @ inputs)
-            return
-        self.view.addmm_(grads.t(), inputs, beta=0 if self._is_first() else 1)
+        else:
+            self.view.addmm_(grads.t(), inputs, beta=0 if self._is_first() else 1)
+            self.on_written()
+
+    def _add_runs(self, grads: torch.Tensor, inputs: torch.Tensor, counts: Sequence[int]) -> None:
+        is_first, num, start = self._is_first(), len(self.view), 0
+        for index, count in enumerate(counts):
+            expert, run = self.view[index % num], slice(start, start + count)
+            start, replaces = start + count, is_first and index < num
+            if grads.dtype == expert.dtype:
+                expert.addmm_(grads[run].t(), inputs[run], beta=0 if replaces else 1)
+            elif replaces:
+                expert.copy_(grads[run].t() @ inputs[run])
+            else:
+                expert.add_(grads[run].t() @ inputs[run])
         self.on_written()
 
     def add(self, grad: torch.Tensor) -> None:

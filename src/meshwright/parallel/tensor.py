@@ -32,6 +32,7 @@ from meshwright.comm.mesh import Axis
 from meshwright.core.layouts import CUT_BY_1D, SequenceKind
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.placement import dim_range
+from meshwright.parallel import experts
 from meshwright.parallel.columns import Region, by_rank, columns
 from meshwright.parallel.states import GradientSink
 
@@ -40,7 +41,9 @@ LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PROJECT = "project"
 """Name of the modules that run the column-parallel layers of a region together."""
-ELEMENTWISE = ("mlp",)
+EXPERTS = "experts"
+"""Name of the module of all experts of a layer."""
+ELEMENTWISE = ("mlp", "shared")
 """Regions in which no token meets another, so that their order doesn't matter."""
 
 
@@ -163,6 +166,8 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind 
             replacement = _replacement(module, weights.get(name), spec, region)
         if replacement is not None:
             setattr(model.get_submodule(parent), child, replacement)
+        if child == EXPERTS:
+            experts.cut(module, axis)
 
 
 def _region(path: str, axis: Axis, sequence: SequenceKind) -> Region:
@@ -172,6 +177,10 @@ def _region(path: str, axis: Axis, sequence: SequenceKind) -> Region:
 def _replacement(module: nn.Module, weight: ParamSpec | None, spec: ModelSpec, region: Region) -> nn.Module | None:
     if weight is None:
         return None
+    if EXPERTS in weight.dims:
+        return experts.ExpertLinear(module)
+    if isinstance(module, nn.Linear) and not any(dim in CUT_BY_1D for dim in weight.dims):
+        return None  # such as the gate of shared experts: whole on every rank
     if isinstance(module, nn.Linear):
         kind = RowParallelLinear if weight.dims[1] in CUT_BY_1D else ColumnParallelLinear
         return kind(module, region)

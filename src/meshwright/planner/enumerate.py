@@ -21,7 +21,7 @@ from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.layouts import Context
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import OF_MICRO_BATCHES, Case, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.rules import MICRO_BATCH_RULES, Case, all_degrees, check, divisors, nearest_legal, violations
 from meshwright.core.schedule import Schedule, find_schedule, schedules
 from meshwright.core.strategy import Offload, Precision, Strategy
 from meshwright.core.units import counted
@@ -40,7 +40,7 @@ MANY_SIZES = 16
 SMALL_SIZE = 8
 
 
-OF_CHOICES = (OF_MICRO_BATCHES, "pp-chunks")
+OF_CHOICES = (*MICRO_BATCH_RULES, "pp-chunks")
 """Rules that other choices at the same degrees may keep."""
 
 MAX_CHUNKS = 4

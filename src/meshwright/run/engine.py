@@ -20,12 +20,13 @@ from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.offload import TierTraffic
-from meshwright.core.placement import kv_replicas
+from meshwright.core.placement import Box, kv_replicas
 from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.hf import HFCheckpoint
 from meshwright.parallel.apply import ParallelModel
 from meshwright.parallel.asynchronous import EndlessPipeline
+from meshwright.parallel.routers import RouterReport
 from meshwright.run.batches import check_micro_batches, check_planned
 from meshwright.train.optimizer import FlatOptimizer, OptimizerOptions
 
@@ -35,7 +36,7 @@ class StepStats:
     """One step, the same on every rank. Tensors stay on the device; read them when you need them."""
 
     loss: torch.Tensor
-    """Mean loss per counted token of the whole global batch."""
+    """Mean loss per counted token of the whole global batch, without losses of routers."""
     grad_norm: torch.Tensor
     """Global norm of the gradient before clipping, without the loss scale. Under an asynchronous schedule, of what each
     stage has last updated with by the end of the step; 0 before that."""
@@ -44,6 +45,8 @@ class StepStats:
     whose stages update before they could know of each other."""
     loss_scale: torch.Tensor
     """What the loss of this step was multiplied by; 1 but for fp16."""
+    router_loss: torch.Tensor | None = None
+    """Of a mixture of experts: the sum of all layers' losses, with their coefficients."""
 
 
 class Engine:
@@ -64,6 +67,8 @@ class Engine:
         """What this rank sent in the last step."""
         self.last_waits_s: dict[str, float] = {}
         """Phase → seconds of the last step that this rank stood still for communication."""
+        self.last_routing: RouterReport | None = None
+        """What the routers of this rank's layers did in the last step, over all ranks; None of a dense model."""
         self._last_square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """Of an asynchronous schedule: this rank's part of the squared norm at its last update in the step."""
 
@@ -77,6 +82,8 @@ class Engine:
         self._check_empty("initialize")
         params = {p.name: p for p in self.plan.model.parameters()}
         self.parallel.states.fill(lambda at: init.initial_box(params[at.name], self.plan.model, at.box, seed))
+        for bias in self.parallel.router_biases().values():
+            bias.zero_()
         self.optimizer.sync_master()
 
     def load_pretrained(self, folder: Path | str) -> None:
@@ -85,6 +92,9 @@ class Engine:
         params = {p.name: p for p in self.plan.model.parameters()}
         with HFCheckpoint(folder, self.plan.model) as checkpoint:
             self.parallel.states.fill(lambda at: checkpoint.read(params[at.name], at.box))
+            biases = {param.name: param for param in self.plan.model.router_biases()}
+            for name, bias in self.parallel.router_biases().items():
+                bias.copy_(checkpoint.read(biases[name], Box.whole(bias.shape)))
         self.optimizer.sync_master()
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
@@ -127,14 +137,22 @@ class Engine:
             InputError: a learning rate that is none.
         """
         _check_rate(learning_rate)
-        norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
+        routers, router_loss = self.parallel.routers, None
+        if routers is None:
+            norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss))
+        else:
+            both = self.parallel.own_loss(torch.stack([loss, routers.loss()]))
+            norm, (total, router_loss) = self.optimizer.norm_and_loss(both)
         norm = norm + 0 * total
         scale = self.optimizer.loss_scale.scale.clone()
         skipped = self.optimizer.update(learning_rate, norm)
+        if routers is not None:
+            routers.update_biases(skipped)
+            self.last_routing = routers.report()
         self.parallel.gather_parameters()
         self.parallel.zero_gradients()
         self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
-        return StepStats(total, norm, skipped, scale)
+        return StepStats(total, norm, skipped, scale, router_loss)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
         """One whole training step, exactly as planned, on this dp rank's micro-batches.
@@ -285,6 +303,8 @@ class Engine:
             self.optimizer.adopt()
             self.parallel.gather_parameters()
         self.optimizer.step_count.fill_(extra["optimizer_step"])
+        if self.parallel.routers is not None:
+            self.parallel.routers.step = int(extra["optimizer_step"])
         if self.optimizer.loss_scale.is_dynamic and "loss_scale" in extra:
             self.optimizer.loss_scale.restore(extra["loss_scale"])
         self.parallel.zero_gradients()
@@ -312,6 +332,9 @@ class Engine:
             for kind, memory in held:
                 part = memory[run.start - bucket.own.start : run.stop - bucket.own.start]
                 pieces += bucket_pieces(kind, bucket.layout, run.start, part, owned=not whole)
+        if whole or self.parallel.owns_biases:
+            biases = self.parallel.router_biases().items()
+            pieces += [Piece(f"parameters/{name}", b.shape, Box.whole(b.shape), b) for name, b in biases]
         return pieces
 
 

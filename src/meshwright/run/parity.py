@@ -8,6 +8,7 @@ shows constant factors that Adam hides. Inputs differ on every rank, and so do t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -19,11 +20,14 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
 from meshwright.models import init
 from meshwright.models.build import build
+from meshwright.models.decoder import Decoder
+from meshwright.parallel.routers import Routers
 from meshwright.parallel.states import DTYPES
 from meshwright.rehearse.verify import rank_differences
 from meshwright.run.engine import Engine
@@ -43,6 +47,9 @@ The first step's gradients, and all losses, norms and weights, may not."""
 EPSILON = 1e-3
 """Of AdamW here: large enough that rounding in vanishing gradients isn't blown up to a full step."""
 
+NUM_SCALARS = 3
+"""Of a step: loss, norm and the routers' loss."""
+
 StepBatches = list[list[MicroBatch]]
 """[dp rank][micro-batch]."""
 Tensors = Mapping[str, torch.Tensor]
@@ -54,7 +61,7 @@ class Mismatch:
     """The first number that differs."""
 
     what: str
-    """gradient, norm, loss, weight, traffic or memory."""
+    """gradient, norm, loss, router-loss, weight, traffic or memory."""
     where: str
     """The parameter, or what else it is, with optimizer and step."""
     error: float
@@ -94,6 +101,7 @@ class Reference:
         self.model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
         init.initialize(self.model, plan.model, seed)
         self.options, self.job = options, plan.job
+        self.routers = _plain_routers(self.model, plan.model) if plan.model.num_experts else None
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -110,18 +118,33 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=False)
         everything = [micro for row in batches for micro in row]
         tokens, labels = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
-        logits = self.model(tokens).flatten(0, -2)
-        loss = _plain_loss(logits, labels.flatten(), self.job)
-        mean = loss / (labels != IGNORE).sum().clamp(min=1)
-        mean.backward()
+        with self._routed(tokens):
+            logits = self.model(tokens).flatten(0, -2)
+            loss = _plain_loss(logits, labels.flatten(), self.job)
+            mean = loss / (labels != IGNORE).sum().clamp(min=1)
+            mean.backward()
         return float(mean.detach())
+
+    def _routed(self, tokens: torch.Tensor) -> AbstractContextManager[None]:
+        """Around forward and backward of a step: losses of the routers count."""
+        if self.routers is None:
+            return nullcontext()
+        self.routers.start_step()
+        totals = torch.tensor([tokens.numel(), len(tokens)], dtype=torch.float64)
+        return self.routers.training(totals, 1.0)
 
     def update(self) -> float:
         """Clip and step. Returns the norm before clipping."""
         limit = self.options.clip_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()
+        if self.routers is not None:
+            self.routers.update_biases(torch.zeros((), dtype=torch.bool))
         return float(norm)
+
+    def router_loss(self) -> float:
+        """Of the routers in the last step; 0 for a dense model."""
+        return 0.0 if self.routers is None else float(self.routers.loss())
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Logical name → parameter."""
@@ -137,6 +160,11 @@ def _plain_loss(logits: torch.Tensor, labels: torch.Tensor, job: Job) -> torch.T
     return loss
 
 
+def _plain_routers(model: Decoder, spec: ModelSpec) -> Routers:
+    layers = {int(name): layer.mlp.router for name, layer in model.layers.items() if spec.is_sparse(int(name))}
+    return Routers(layers, spec, torch.device("cpu"))
+
+
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
     """What one process found in a step."""
@@ -144,6 +172,7 @@ class ReferenceStep:
     loss: float
     norm: float
     """Before clipping."""
+    router_loss: float
     gradients: Tensors
     weights: Tensors
     """After the update."""
@@ -153,7 +182,7 @@ def reference_steps(plan: Plan, options: OptimizerOptions, mesh: Mesh, seed: int
     """The steps of :class:`Reference`, run on rank 0 and sent to all. Collective; the ledger is empty afterwards."""
     shapes = {param.name: param.shape for param in plan.model.parameters()}
     dtype, num_steps = DTYPES[plan.strategy.recipe.parameter], NUM_STEPS[options.kind]
-    rows = torch.empty(num_steps, 2 + 2 * sum(map(prod, shapes.values())), dtype=dtype, device=mesh.device)
+    rows = torch.empty(num_steps, NUM_SCALARS + 2 * sum(map(prod, shapes.values())), dtype=dtype, device=mesh.device)
     if mesh.rank == 0:
         reference = Reference(plan, options, seed)
         for step in range(num_steps):
@@ -170,12 +199,12 @@ def _run_reference(reference: Reference, batches: StepBatches, names: Iterable[s
     gradients = torch.cat([parameters[name].grad.flatten() for name in names])  # a copy: clipping is in place
     norm = reference.update()
     weights = torch.cat([parameters[name].detach().flatten() for name in names])
-    return torch.cat([weights.new_tensor([loss, norm]), gradients, weights])
+    return torch.cat([weights.new_tensor([loss, norm, reference.router_loss()]), gradients, weights])
 
 
 def _read_row(row: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> ReferenceStep:
     sizes = [prod(shape) for shape in shapes.values()]
-    numbers, *halves = row.split([2, sum(sizes), sum(sizes)])
+    numbers, *halves = row.split([NUM_SCALARS, sum(sizes), sum(sizes)])
     gradients, weights = (
         {name: piece.view(shapes[name]) for name, piece in zip(shapes, half.split(sizes), strict=True)}
         for half in halves
@@ -208,7 +237,9 @@ def _compare_run(engine: Engine, expected: Iterable[ReferenceStep], seed: int) -
         gradients = _compare_boxes(engine, engine.parallel.states.gradients(), reference.gradients, allowed)
         yield from (Mismatch("gradient", f"{name} ({at})", *error) for name, *error in gradients)
         stats = engine.update(loss, LEARNING_RATE[kind])
-        for what, ours, theirs in (("loss", stats.loss, reference.loss), ("norm", stats.grad_norm, reference.norm)):
+        pairs = [("loss", stats.loss, reference.loss), ("norm", stats.grad_norm, reference.norm)]
+        pairs += [("router-loss", stats.router_loss, reference.router_loss)] if stats.router_loss is not None else []
+        for what, ours, theirs in pairs:
             error = abs(float(ours) - theirs) / max(abs(theirs), 1e-30)
             if not error <= tight:
                 yield Mismatch(what, at, error, float(ours) / theirs if theirs else None)

@@ -21,7 +21,6 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint
-from meshwright.parallel.apply import check_divisible
 from meshwright.parallel.offload.folder import check_folder
 from meshwright.run.engine import check_options
 from meshwright.run.folder import RunFolder
@@ -85,7 +84,6 @@ def export_warning(model: ModelSpec) -> str | None:
 def check_runnable(plan: Plan) -> None:
     """Raises UnsupportedError where a plan can be made but not yet carried out."""
     build(plan.model)
-    check_divisible(plan.model)
     plan.model.check_length(plan.job.seq_length)
     plan.strategy.recipe.check_runnable()
 

@@ -18,6 +18,7 @@ SEQ_LENGTH = 16
 HEAD_DIM = 4
 ODD_VOCABULARY = 61
 """A prime: no tp degree divides it."""
+MAX_EXPERTS, MAX_PER_TOKEN = 8, 2
 BUCKET_BYTES = 4096
 """Small, so that there are several buckets."""
 GROUP_NUMEL = 128
@@ -75,6 +76,25 @@ def offloaded_to(plan: Plan, folder: Path | str) -> Plan:
     return plan.model_copy(update={"strategy": plan.strategy.model_copy(update={"offload": offload})})
 
 
+def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
+    """Few and narrow experts; dense layers and gate as planned, without noise, which no two layouts draw alike."""
+    if not model.num_experts:
+        return {}
+    gate, tp = model.gate, strategy.tp
+    num_layers = strategy.num_parts + 1
+    dense = tuple(layer for layer in model.dense_layers or () if layer < num_layers)
+    per_token = min(model.experts_per_token, MAX_PER_TOKEN)
+    groups = 2 if gate.num_groups > 1 else 1
+    return {
+        "num_experts": MAX_EXPERTS,
+        "experts_per_token": per_token,
+        "expert_ffn_size": 4 * tp if model.expert_ffn_size else None,
+        "shared_ffn_size": 2 * tp if model.shared_ffn_size else None,
+        "dense_layers": dense[: num_layers - 1] or None,
+        "router": gate.model_copy(update={"noise": "none", "num_groups": groups, "groups_per_token": groups}),
+    }
+
+
 def _cluster(planned: Strategy, strategy: Strategy) -> ClusterSpec:
     """This machine; where the plan's collectives over dp go in two levels, its ranks stand for those of two nodes."""
     cluster = load_cluster(f"local:{strategy.world_size}")
@@ -105,6 +125,7 @@ def _model(model: ModelSpec, strategy: Strategy, *, has_kv_replicas: bool) -> Mo
             "num_kv_heads": kv_heads,
             "head_dim": HEAD_DIM,
             "ffn_size": 6 * tp,
+            **_experts(model, strategy),
             "max_positions": 2 * SEQ_LENGTH,
             "sliding_window": None,
         }

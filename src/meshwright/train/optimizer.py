@@ -146,18 +146,19 @@ class FlatOptimizer:
     def norm_and_loss(
         self, loss: torch.Tensor, square: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global gradient norm without the loss scale, and `loss` summed over all ranks, in one all-reduce of two
-        float64. `square` is this rank's part of the squared norm, where it was found before (:meth:`square`).
+        """Global gradient norm without the loss scale, and `loss` (one number or several) summed over all ranks, in one
+        all-reduce of float64. `square` is this rank's part of the squared norm, where it was found before
+        (:meth:`square`).
 
         The norm is not finite where a gradient that some rank has computed isn't, of replicas too: these count zero
         times. Copies that come out of one reduction are looked at once.
         """
-        squares = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        squares = torch.zeros(1 + loss.numel(), dtype=torch.float64, device=self._mesh.device)
         squares[0] = self.square() if square is None else square
-        squares[1] = loss
+        squares[1:] = loss
         with self._mesh.ledger.phase("norm"):
             all_reduce(squares, self._mesh[WORLD])
-        return squares[0].sqrt() / self.loss_scale.scale, squares[1]
+        return squares[0].sqrt() / self.loss_scale.scale, squares[1:].view(loss.shape)
 
     @torch.no_grad()
     def square(self) -> torch.Tensor:

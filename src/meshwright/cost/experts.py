@@ -1,0 +1,51 @@
+"""What layers of experts send and hold besides what they compute."""
+
+from __future__ import annotations
+
+from meshwright.core.axes import PP_MIRROR, TP
+from meshwright.core.job import Job
+from meshwright.core.measures import Traffic
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+
+
+def num_statistics(model: ModelSpec) -> int:
+    """Numbers that a router counts in a step: choices, tokens and scores by expert, and four sums."""
+    return 3 * model.num_experts + 4
+
+
+def num_sparse(model: ModelSpec, strategy: Strategy, stage: int) -> int:
+    """Layers of experts of a stage."""
+    if not model.num_experts:
+        return 0
+    return sum(map(model.is_sparse, strategy.stage_layers(model.num_layers)[stage]))
+
+
+def add_tensor_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int, hidden: int) -> None:
+    """What layers of experts add to two all-reduces per layer and direction over tp: those of shared experts, and the
+    gradient of the weights of each token's choices.
+
+    Args:
+        hidden: bytes of a hidden state.
+    """
+    m, own = strategy.micro_batches_per_stage, strategy.stage_layers(model.num_layers)[stage]
+    layers = num_sparse(model, strategy, stage) * m
+    tokens = strategy.micro_batch_size * job.seq_length
+    choices = tokens * (model.experts_per_token if model.gate.chooses == "tokens" else model.num_experts)
+    shared = layers * (model.shared_ffn_size is not None)
+    total.add("all_reduce", TP, "forward", hidden, strategy.tp, shared)
+    if shared and strategy.recompute == "full":
+        again = sum(map(model.is_sparse, own[: strategy.num_recomputed(len(own))]))
+        total.add("all_reduce", TP, "recompute", hidden, strategy.tp, again * m)
+    total.add("all_reduce", TP, "backward", hidden, strategy.tp, shared)
+    total.add("all_reduce", TP, "backward", choices * strategy.recipe.statistic_bytes, strategy.tp, layers)
+
+
+def add_router_traffic(total: Traffic, model: ModelSpec, strategy: Strategy, rank: int) -> None:
+    """Statistics of a pipeline rank's routers, once per step."""
+    layers = sum(num_sparse(model, strategy, stage) for stage in strategy.rank_stages(rank))
+    payload_bytes, directions = layers * num_statistics(model) * 8, strategy.pipeline_schedule.num_directions
+    if not layers or strategy.pipeline_schedule.is_asynchronous:
+        return
+    total.add("all_reduce", strategy.data_axis, "router", payload_bytes, strategy.data_ranks)
+    total.add("all_reduce", PP_MIRROR, "router", payload_bytes, directions)

@@ -1,0 +1,185 @@
+"""Routers of a rank's layers in training: what their losses are multiplied by, their statistics over all ranks, biases.
+
+What it divides: nothing. Each rank counts the tokens that it routes; once per step the counts are summed over all ranks
+that train on other tokens:
+
+    forward, each micro-batch ─▶ statistics [layers, 3·E + 4] ──all_reduce──▶ of the whole step ─▶ losses, loads, biases
+
+A loss over the batch needs the shares f of all tokens before the first backward: there the sum comes then, and every
+forward of the step before it (rule `balance`). The others need no communication of their own.
+What it costs: an all-reduce of the statistics per step; phase `router` in `cost.traffic`.
+
+Sources: Qiu et al. 2025 (balance over the batch), Wang et al. 2024 (biases).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.core.model import ModelSpec
+
+
+@dataclass(slots=True)
+class Scales:
+    """What the losses of all routers are multiplied by in backward."""
+
+    scale: torch.Tensor | float = 1.0
+    """What the backward of the whole loss starts with: 1, or the loss scale."""
+    num_tokens: torch.Tensor | float = 1.0
+    num_sequences: torch.Tensor | float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """What the routers of a rank's layers did in a step, over all ranks."""
+
+    layers: tuple[int, ...]
+    chosen: torch.Tensor
+    """[layers, E]: choices of each expert."""
+    taken: torch.Tensor
+    """[layers, E]: tokens that it took."""
+    balance: torch.Tensor
+    """[layers]: E · Σ f·p as the gate takes it, without its coefficient."""
+    z: torch.Tensor
+    """[layers]: mean squared log-sum-exp."""
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """[layers]: choices that no expert had room for."""
+        return self.chosen.sum(1) - self.taken.sum(1)
+
+    @property
+    def imbalance(self) -> torch.Tensor:
+        """[layers]: the largest load over the mean load; 1 where they are even."""
+        return self.chosen.amax(1) / self.chosen.mean(1).clamp(min=1)
+
+
+class Routers:
+    """The routers of some layers.
+
+    Args:
+        routers: layer → its router, whose attributes are set.
+        spec: the model.
+        sum_up: sums a tensor over all ranks whose tokens differ, in place.
+        counts_once: whether this rank is the one of those with the same layers that reports their losses (but for tp).
+        noise_key: of the gate's noise; equal on ranks that route the same tokens.
+    """
+
+    def __init__(
+        self,
+        routers: Mapping[int, nn.Module],
+        spec: ModelSpec,
+        device: torch.device,
+        sum_up: Callable[[torch.Tensor], object] = lambda x: None,
+        *,
+        counts_once: bool = True,
+        noise_key: int = 0,
+    ) -> None:
+        self._routers, self._spec, self._sum_up = dict(routers), spec, sum_up
+        self.counts_once, self._noise_key = counts_once, noise_key
+        self.scales = Scales()
+        self.statistics = torch.zeros(len(routers), 3 * spec.num_experts + 4, dtype=torch.float64, device=device)
+        self._is_summed = False
+        self.step = 0
+        """Counts steps, for the gate's noise."""
+        for router in self._routers.values():
+            if router.bias is not None:
+                router.bias = torch.zeros_like(router.bias, device=device) if router.bias.is_meta else router.bias
+
+    @property
+    def biases(self) -> dict[str, torch.Tensor]:
+        """Name of each layer's router bias → its values [E], fp32; none where the gate has none."""
+        has = {layer: router.bias for layer, router in self._routers.items() if router.bias is not None}
+        return {f"layers.{layer}.mlp.router.bias": bias for layer, bias in has.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Of statistics and biases."""
+        return self.statistics.nbytes + sum(bias.nbytes for bias in self.biases.values())
+
+    def start_step(self) -> None:
+        """Nothing is counted yet."""
+        self.statistics.zero_()
+        self._is_summed = False
+        self.step += 1
+
+    @contextmanager
+    def training(self, totals: torch.Tensor, scale: torch.Tensor | float) -> Iterator[None]:
+        """Around the forwards and backwards of a step: they are counted, and losses are added.
+
+        Args:
+            totals: (tokens, sequences) of the whole step, over all ranks.
+            scale: of the loss.
+        """
+        self.scales.num_tokens, self.scales.num_sequences = totals
+        self.scales.scale = scale
+        for place, (layer, router) in enumerate(self._routers.items()):
+            router.statistics = self.statistics[place]
+            router.scales = self.scales if self._spec.gate.has_losses else None
+            if self._spec.gate.noise != "none":
+                key = (self.step * 1_000_003 + layer) * 1_000_003 + self._noise_key
+                router.generator = torch.Generator(router.weight.device).manual_seed(key)
+        try:
+            yield
+        finally:
+            for router in self._routers.values():
+                router.statistics = router.scales = router.generator = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a forward that is run again: its tokens were counted."""
+        for router in self._routers.values():
+            router.counts = False
+        try:
+            yield
+        finally:
+            for router in self._routers.values():
+                router.counts = True
+
+    def before_backward(self) -> None:
+        """Where a loss over the batch needs it: the statistics of all ranks."""
+        if self._spec.gate.balance_loss and self._spec.gate.balance_over == "batch":
+            self.sum_statistics()
+
+    @torch.no_grad()
+    def sum_statistics(self) -> None:
+        """Sum the step's statistics over all ranks, once."""
+        if not self._is_summed:
+            self._is_summed = True
+            if self.statistics.numel():
+                self._sum_up(self.statistics)
+
+    @torch.no_grad()
+    def report(self) -> RouterReport:
+        """Of the last step, after :meth:`sum_statistics`."""
+        num, gate = self._spec.num_experts, self._spec.gate
+        chosen, taken, scores, sums = self.statistics.clone().split([num, num, num, 4], dim=1)
+        balance, z, sequences, tokens = sums.unbind(1)
+        if gate.balance_over == "batch":
+            mean = scores / tokens.clamp(min=1).unsqueeze(1)
+            balance = num * (chosen / chosen.sum(1, keepdim=True).clamp(min=1) * mean).sum(1)
+        else:
+            balance = balance / sequences.clamp(min=1)
+        return RouterReport(tuple(self._routers), chosen, taken, balance, z / tokens.clamp(min=1))
+
+    @torch.no_grad()
+    def loss(self) -> torch.Tensor:
+        """This rank's share of the losses of all layers (float64 scalar)."""
+        if not self.counts_once or not self.statistics.numel():
+            return torch.zeros((), dtype=torch.float64, device=self.statistics.device)
+        report, gate = self.report(), self._spec.gate
+        return gate.balance_loss * report.balance.sum() + gate.z_loss * report.z.sum()
+
+    @torch.no_grad()
+    def update_biases(self, skipped: torch.Tensor) -> None:
+        """Raise the bias of experts that got less than the mean load, lower the others', unless the step is skipped."""
+        rate = torch.where(skipped, 0.0, self._spec.gate.bias_rate)
+        for place, router in enumerate(self._routers.values()):
+            if router.bias is not None:
+                loads = self.statistics[place, : self._spec.num_experts]
+                router.bias += (rate * (loads.mean() - loads).sign()).to(router.bias.dtype)
