@@ -9,6 +9,7 @@ import pytest
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
+from meshwright.core.router import RouterSpec
 from meshwright.core.rules import RULES, all_degrees, check, divisors, nearest_legal, violations
 from meshwright.core.sources import Machine, load_cluster, load_model, local_cluster
 from meshwright.core.strategy import Strategy
@@ -42,6 +43,24 @@ BROKEN = {
         {},
         {},
         "recompute_layers=2 with recompute=none",
+    ),
+    "experts": (
+        2,
+        {"tp": 2, "num_micro_batches": 12, "sequence": "megatron"},
+        {"num_experts": 4, "experts_per_token": 2},
+        {},
+        "has experts: sequence=megatron",
+    ),
+    "balance": (
+        1,
+        {"num_micro_batches": 12},
+        {
+            "num_experts": 4,
+            "experts_per_token": 2,
+            "router": RouterSpec(balance_loss=0.1, balance_over="batch"),
+        },
+        {},
+        "balance_over=batch with schedule=1f1b and num_micro_batches=12",
     ),
     "tp-vocab": (4, {"tp": 4, "num_micro_batches": 12}, {"vocab_size": 3}, {}, "tp=4.*3 rows"),
     "pp-layers": (6, {"pp": 6, "num_micro_batches": 12}, {}, {}, "pp=6.*4 layers"),

@@ -212,7 +212,7 @@ def models() -> str:
 def _model(name: str, spec: ModelSpec) -> tuple[object, ...]:
     try:
         build(spec.model_copy(update={"num_layers": 2, "dense_layers": None}))
-        trains = "plain module only" if spec.num_experts else "yes"
+        trains = "yes"
     except UnsupportedError:
         trains = "plan only"
     experts = f" × {spec.num_experts} experts" if spec.num_experts else ""
