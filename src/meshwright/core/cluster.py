@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from meshwright.core.profile import Profile
 from meshwright.core.values import MAX_SIZE, Value
 
 MAX_DEVICES = 1_000_000
@@ -26,6 +27,8 @@ class Device(Value):
     """Keyed by dtype: fp64, fp32, bf16, fp16."""
     source: str = ""
     """Where the figures come from."""
+    profile: Profile | None = None
+    """What its kernels reach of them, measured; None where nobody has."""
 
 
 class Link(Value):
@@ -35,6 +38,8 @@ class Link(Value):
     bandwidth_bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(ge=0)
     """Of one message."""
+    collective_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the bandwidth, that collectives reach; a message between two ranks has all of it."""
 
 
 class ClusterSpec(Value):

@@ -25,6 +25,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.hf_config import from_hf_config
 from meshwright.core.model import ModelSpec
+from meshwright.core.profile import OWN, Stack
 from meshwright.core.values import parse_json, parse_toml, read_text
 
 Table = dict[str, Any]
@@ -59,6 +60,36 @@ def device_names() -> tuple[str, ...]:
 def cluster_names() -> tuple[str, ...]:
     """Names of the cluster presets."""
     return tuple(_catalogue("clusters"))
+
+
+def stack_of(text: str) -> Stack:
+    """The training stack of catalogue/stacks.toml that a published row's own words name; this library's where none is.
+
+    Args:
+        text: the row's table, source, sharding and notes.
+    """
+    lower = text.lower()
+    for name, entry in _catalogue("stacks").items():
+        if all(word in lower for word in entry["words"]):
+            known = {key: value for key, value in entry.items() if key != "words"}
+            return Stack.parse({"name": name, **known}, f"catalogue/stacks.toml: {name}")
+    return OWN
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What training traffic reaches of a network's line rate."""
+
+    reached: float = 1.0
+    collective_share: float = 1.0
+
+
+def network_reach(name: str) -> Reach:
+    """What catalogue/networks.toml says of a network of that name; all of it where it says nothing."""
+    lower = name.lower()
+    entries = _catalogue("networks").values()
+    found = next((entry for entry in entries if any(word in lower for word in entry["words"])), {})
+    return Reach(found.get("reached", 1.0), found.get("collective_share", 1.0))
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

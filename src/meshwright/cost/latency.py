@@ -13,39 +13,28 @@ backward), Rajbhandari et al. 2020 §7 (ZeRO).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
-from meshwright.core.axes import PP
+from meshwright.core.axes import PP, TP
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.job import Job
 from meshwright.core.measures import StepTime, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
+from meshwright.core.profile import OWN, Stack
 from meshwright.core.program import Kind
 from meshwright.core.schedule import StageTimes
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
-from meshwright.cost.flops import StageFlops, stage_flops
+from meshwright.cost.compute import Collectives, Compute, stage_compute
 from meshwright.cost.network import boundary_link, flat_s, route
 from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
+from meshwright.cost.terms import TimeTerm, total_s
 from meshwright.cost.traffic import hidden_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TimeTerm:
-    """One named part of a duration."""
-
-    name: str
-    seconds: float
-
-
-def total_s(terms: Sequence[TimeTerm]) -> float:
-    """Sum of terms."""
-    return sum(term.seconds for term in terms)
 
 
 @dataclass(frozen=True)
@@ -65,6 +54,12 @@ class StageCosts:
     """Backwards of a step that reduce: the last one, or with ZeRO-2 and 3 each."""
     weight_gradients_s: float = 0.0
     """Of backward, what W takes where it is run apart."""
+    hides_reduction: bool = True
+    """Whether backward goes on meanwhile."""
+    slowdown: float = 1.0
+    """Of backward while it does."""
+    network_busy_s: float = 0.0
+    """Of one backward, that the network gathers parameters."""
 
     @cached_property
     def forward_s(self) -> float:
@@ -78,8 +73,12 @@ class StageCosts:
     def exposed_reduction_s(self) -> float:
         """Gradient reduction beyond the overlap window. The last bucket is complete only when backward ends."""
         each_s = total_s(self.reduction) / self.num_reducing
+        if not self.hides_reduction:
+            return self.num_reducing * each_s
         share = self.num_reducing / max(1, self.num_reductions)
-        return self.num_reducing * max(each_s - (1 - share) * self.backward_s, share * each_s)
+        window_s = max(0.0, self.backward_s - self.network_busy_s)
+        exposed_s = max(each_s - (1 - share) * window_s, share * each_s)
+        return self.num_reducing * (exposed_s + (self.slowdown - 1) * (each_s - exposed_s))
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,7 @@ def stage_costs(
     sent: Traffic,
     num_parameters: int,
     moved: OffloadForecast | None = None,
+    stack: Stack = OWN,
 ) -> StageCosts:
     """Price a stage.
 
@@ -144,63 +144,98 @@ def stage_costs(
         sent: what a rank of the stage sends in one step, as from :func:`meshwright.cost.traffic.traffic`; where it has
             several stages, of what each micro-batch sends this stage's part alone.
         num_parameters: elements of the parameters that the rank holds, with all its stages.
+        stack: the software that runs it.
 
     Raises InputError where the cluster states no peak for the strategy's compute dtype.
     """
-    flops, num_layers = stage_flops(model, job, strategy, stage), len(strategy.stage_layers(model.num_layers)[stage])
-    phases = _seconds_by_phase(model, strategy, cluster, sent)
+    phases = _seconds_by_phase(model, strategy, cluster, sent, stack.ring_share if strategy.zero == 3 else None)
     m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
-
-    def collectives(phase: str) -> float:
-        return phases.get(phase, 0.0) / m
-
-    speed = flops_per_s(cluster, strategy)
-    forward, backward = _compute_terms(flops, num_layers, speed, strategy, collectives)
-    num_blocks = num_layers + 1
+    in_layers = Collectives(*(phases.get(phase, 0.0) / m for phase in ("forward", "recompute", "backward")))
+    compute = stage_compute(model, job, strategy, cluster, stage, in_layers, stack)
+    moves = _moves(model, job, strategy, cluster, stage, compute, phases, moved, stack)
+    update_s = strategy.num_updates * stack.optimizer_passes * optimizer_s(num_parameters, job, strategy, cluster)
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
-    gathers_s = _gathers_s(phases.get("gather", 0.0) / per_rank, strategy)
-    reads_s = _gathers_s(tiers.gathers_s / per_rank, strategy)
-    fetches = [
-        _gathering(gather_s, read_s, compute_s, num_blocks, strategy)
-        for gather_s, read_s, compute_s in zip(gathers_s, reads_s, (total_s(forward), total_s(backward)), strict=True)
-    ]
-    sums_s = tiers.sums_s / (m * per_rank)
-    sums = (TimeTerm("offloaded gradients", sums_s),) if strategy.offload.gradients != "none" else ()
-    update_s = strategy.num_updates * optimizer_s(num_parameters, job, strategy, cluster)
     if moved:
         update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
-    beside_s = m * per_rank * (total_s(forward) + total_s(backward)) if strategy.offload.delayed else 0.0
+    forward, backward = (*compute.forward, *moves.forward), (*compute.backward, *moves.backward)
+    beside_s = (
+        m * per_rank * (total_s(compute.forward) + total_s(compute.backward)) if strategy.offload.delayed else 0.0
+    )
     return StageCosts(
-        forward=(*forward, *fetches[0]),
-        backward=(*backward, *fetches[1], *sums),
+        forward=forward,
+        backward=backward,
         reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
         num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
         num_reducing=m * per_rank if strategy.reduces_each else strategy.num_updates,
-        after=tuple(
-            TimeTerm(phase, phases[phase]) for phase in ("count", "router", "norm", "parameters") if phase in phases
-        ),
-        optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s),),
-        weight_gradients_s=flops.weight_gradients / speed,
+        after=_after(phases, total_s(forward), stack),
+        optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s + stack.step_s),),
+        weight_gradients_s=compute.weight_gradients_s,
+        network_busy_s=moves.gathered_s if strategy.reduces_each else 0.0,
+        hides_reduction=stack.overlaps_gradients,
+        slowdown=_slowdown(cluster, stack),
     )
 
 
-def _compute_terms(
-    flops: StageFlops, num_layers: int, speed: float, strategy: Strategy, collectives: Callable[[str], float]
-) -> tuple[tuple[TimeTerm, ...], tuple[TimeTerm, ...]]:
-    """(forward, backward) of one micro-batch, but for what comes and goes over dp and tiers."""
-    again = flops.again(strategy.recompute) * strategy.num_recomputed(num_layers) / num_layers
-    forward = (
-        TimeTerm("layers", flops.layers / speed),
-        TimeTerm("head", flops.head / speed),
-        TimeTerm("tensor-parallel reductions", collectives("forward")),
-    )
-    backward = (
-        TimeTerm("layers", 2 * flops.layers / speed),
-        TimeTerm("head", 2 * flops.head / speed),
-        TimeTerm("tensor-parallel reductions", collectives("backward")),
-        TimeTerm("recomputation", again / speed + collectives("recompute")),
-    )
-    return forward, backward
+def _slowdown(cluster: ClusterSpec, stack: Stack) -> float:
+    """Of compute while a collective runs beside it."""
+    profile = cluster.device.profile
+    return stack.overlap_slowdown or (profile.overlap_slowdown if profile else 1.0)
+
+
+def _after(phases: Mapping[str, float], forward_s: float, stack: Stack) -> tuple[TimeTerm, ...]:
+    """What follows the update; its parameters may be gathered under the first forward."""
+    seconds = {phase: phases[phase] for phase in ("count", "router", "norm", "parameters") if phase in phases}
+    if stack.overlaps_parameters and "parameters" in seconds:
+        seconds["parameters"] = max(0.0, seconds["parameters"] - forward_s)
+    return tuple(TimeTerm(phase, value) for phase, value in seconds.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Terms of one micro-batch beside compute and its reductions: gathering, tiers, transfers that block."""
+
+    forward: tuple[TimeTerm, ...]
+    backward: tuple[TimeTerm, ...]
+    gathered_s: float
+    """Of one backward, that the network gathers."""
+
+
+def _moves(
+    model: ModelSpec,
+    job: Job,
+    strategy: Strategy,
+    cluster: ClusterSpec,
+    stage: int,
+    compute: Compute,
+    phases: Mapping[str, float],
+    moved: OffloadForecast | None,
+    stack: Stack,
+) -> _Moves:
+    m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
+    num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
+    tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
+    gathered_s = phases.get("gather", 0.0) / per_rank
+    gathers_s, reads_s = _gathers_s(gathered_s, strategy), _gathers_s(tiers.gathers_s / per_rank, strategy)
+    windows = (total_s(compute.forward), total_s(compute.backward))
+    fetches = [
+        _gathering(gather_s, read_s, compute_s, num_blocks, strategy, _slowdown(cluster, stack))
+        for gather_s, read_s, compute_s in zip(gathers_s, reads_s, windows, strict=True)
+    ]
+    sums_s = tiers.sums_s / (m * per_rank)
+    sums = (TimeTerm("offloaded gradients", sums_s),) if strategy.offload.gradients != "none" else ()
+    waits = _blocking(model, job, strategy, cluster, stage, stack)
+    return _Moves((*fetches[0], *waits), (*fetches[1], *sums, *waits), gathers_s[1])
+
+
+def _blocking(
+    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stage: int, stack: Stack
+) -> tuple[TimeTerm, ...]:
+    """The transfer that a rank waits for, each way: sending on and receiving the next go together."""
+    if stack.transfers == "beside" or strategy.pp == 1:
+        return ()
+    crossed_s = transfers_s(model, job, strategy, cluster, stack)
+    beside = crossed_s[max(0, stage - 1) : stage + 1]
+    return (TimeTerm("transfers", max(beside)),)
 
 
 def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
@@ -212,41 +247,39 @@ def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
 
 
 def _gathering(
-    gather_s: float, read_s: float, compute_s: float, num_blocks: int, strategy: Strategy
+    gather_s: float, read_s: float, compute_s: float, num_blocks: int, strategy: Strategy, slowdown: float
 ) -> tuple[TimeTerm, ...]:
     """What gathering adds, and reading from a tier before it: all of it, or, where it is done ahead, that of the first
-    block and what the others take longer than the blocks that run meanwhile. With shards on a tier, of the blocks
-    ahead the last is read and not gathered."""
+    block and what the others take longer than the blocks that run meanwhile, or slow those down. With shards on a tier,
+    of the blocks ahead the last is read and not gathered."""
     ahead = strategy.prefetch - (strategy.offload.parameters != "none")
 
     def hidden_s(seconds: float) -> float:
         return min(seconds, compute_s) * (1 - 1 / num_blocks)
 
-    gathering = TimeTerm("parameter gathering", gather_s - (hidden_s(gather_s) if ahead > 0 else 0.0))
+    beside_s = hidden_s(gather_s) if ahead > 0 else 0.0
+    first_s = gather_s / num_blocks if ahead > 0 else gather_s
+    gathering = TimeTerm("parameter gathering", max(gather_s - beside_s, first_s + (slowdown - 1) * beside_s))
     if strategy.offload.parameters == "none":
         return (gathering,)
     return gathering, TimeTerm("offloaded parameters", read_s - (hidden_s(read_s) if strategy.prefetch else 0.0))
 
 
-def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
-    """Matrix-product speed of one device in the strategy's compute dtype: peak × efficiency."""
-    dtype, peaks = strategy.recipe.parameter, cluster.device.peak_flops_per_s
-    if dtype not in peaks:
-        raise InputError(
-            f"cluster `{cluster.name}`: device `{cluster.device.name}` states no peak FLOP/s for {dtype}; "
-            f"it has {', '.join(sorted(peaks))}"
-        )
-    return peaks[dtype] * cluster.compute_efficiency
+def _seconds_by_phase(
+    model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic, ring_share: float | None = None
+) -> dict[str, float]:
+    """Seconds in collectives by phase; transfers between stages are priced by boundary, not here.
 
-
-def _seconds_by_phase(model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic) -> dict[str, float]:
-    """Seconds in collectives by phase; transfers between stages are priced by boundary, not here."""
+    `ring_share`: all go in one ring each, at this share of its speed.
+    """
     rows = [(key, row) for key, row in sent.rows.items() if key[1] != PP]
     over = {axis: route(axis, model, strategy, cluster) for axis in {axis for (_, axis, _), _ in rows}}
+    if ring_share is not None:
+        over = {axis: replace(way, num_local=1) for axis, way in over.items()}
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
         seconds = row.calls * over[axis].seconds(primitive, row.payload_bytes / row.calls)
-        total[phase] = total.get(phase, 0.0) + seconds
+        total[phase] = total.get(phase, 0.0) + seconds / (ring_share or 1.0)
     return total
 
 
@@ -258,14 +291,34 @@ def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: Clus
     master = 2 * recipe.master_bytes if recipe.master else recipe.parameter_bytes
     per_element = recipe.sent_gradient_bytes + 2 * moments * recipe.moment_bytes + master + recipe.parameter_bytes
     share = sharding(strategy).num_shards
-    return num_parameters * per_element / share / cluster.device.memory_bandwidth_bytes_per_s
+    reached = cluster.device.profile.memory_efficiency if cluster.device.profile else 1.0
+    return num_parameters * per_element / share / (reached * cluster.device.memory_bandwidth_bytes_per_s)
 
 
-def boundaries_s(model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec) -> tuple[float, ...]:
-    """Seconds of sending one micro-batch's hidden states over each stage boundary; nothing within a rank."""
+def boundaries_s(
+    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stack: Stack = OWN
+) -> tuple[float, ...]:
+    """Seconds that a micro-batch's hidden states are on their way over each stage boundary beside compute; nothing
+    within a rank, and nothing where ranks wait for them, which is counted there."""
+    if stack.transfers != "beside":
+        return (0.0,) * (len(strategy.stage_ranks) - 1)
+    return transfers_s(model, job, strategy, cluster, stack)
+
+
+def transfers_s(
+    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stack: Stack = OWN
+) -> tuple[float, ...]:
+    """Seconds of sending one micro-batch's hidden states over each stage boundary.
+
+    Scattered, each tp rank sends its part, and the parts are gathered within the node (Narayanan et al. 2021, §4.1).
+    """
     payload, ranks = hidden_bytes(model, job, strategy), strategy.stage_ranks
+    gathered_s = 0.0
+    if stack.transfers == "blocking-scattered" and strategy.tp > 1:
+        gathered_s = route(TP, model, strategy, cluster).seconds("all_gather", payload)
+        payload //= strategy.tp
     links = {pair: boundary_link(*pair, strategy, cluster) for pair in pairwise(ranks) if pair[0] != pair[1]}
-    seconds = {pair: flat_s("send", payload, 2, link, cluster.backend) for pair, link in links.items()}
+    seconds = {pair: gathered_s + flat_s("send", payload, 2, link, cluster.backend) for pair, link in links.items()}
     return tuple(seconds.get(pair, 0.0) for pair in pairwise(ranks))
 
 

@@ -67,7 +67,8 @@ def num_rounds(primitive: str, size: int, backend: str) -> int:
 def flat_s(primitive: str, payload_bytes: float, size: int, link: Link, backend: str) -> float:
     """Seconds of one call over `size` ranks that all use `link`."""
     latency_s = num_rounds(primitive, size, backend) * link.latency_s
-    return latency_s + wire_bytes(primitive, round(payload_bytes), size) / link.bandwidth_bytes_per_s
+    share = 1.0 if primitive == "send" else link.collective_share
+    return latency_s + wire_bytes(primitive, round(payload_bytes), size) / (share * link.bandwidth_bytes_per_s)
 
 
 def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec) -> Route:

@@ -12,7 +12,8 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.flops import mfu
-from meshwright.cost.latency import TimeTerm, mean_terms
+from meshwright.cost.latency import mean_terms
+from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
 from meshwright.planner.enumerate import Refusal
 from meshwright.planner.price import Forecast, Pricer

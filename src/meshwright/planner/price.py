@@ -16,13 +16,13 @@ from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
 from meshwright.core.model import ModelSpec
+from meshwright.core.profile import OWN, Stack
 from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes
 from meshwright.cost.latency import (
     StageCosts,
     StepCosts,
-    TimeTerm,
     boundaries_s,
     has_bound,
     rank_ends_s,
@@ -32,6 +32,8 @@ from meshwright.cost.latency import (
 )
 from meshwright.cost.memory import activations_by_rank, memory
 from meshwright.cost.offload import offload_forecast
+from meshwright.cost.stack_memory import with_stack
+from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
 from meshwright.schedule.build import build_program
 from meshwright.schedule.timeline import Timeline
@@ -157,10 +159,11 @@ def _again(strategy: Strategy) -> tuple[str, int | None, int]:
 class Pricer:
     """Prices strategies of one model, cluster and job."""
 
-    def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job) -> None:
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack = OWN) -> None:
         self.model = model
         self.cluster = cluster
         self.job = job
+        self.stack = stack
         self.num_simulations = 0
         self._ranks: dict[Key, tuple[Traffic, tuple[StageCosts, ...]]] = {}
         self._steps: dict[Key, Traffic] = {}
@@ -179,12 +182,18 @@ class Pricer:
             rank=rank_of(first_of(rank), strategy.sizes),
             traffic=self._rank(strategy, rank)[0],
             step_time=step_time(costs, strategy, ends_s),
-            usable_memory_bytes=self.cluster.usable_memory_bytes,
+            usable_memory_bytes=self._usable_bytes,
             host_is_device=self.cluster.host_is_device,
             host_limit_bytes=_share(self.cluster.host_memory_bytes, self.cluster),
             disk_limit_bytes=_share(self.cluster.disk_bytes, self.cluster),
             simulated=not is_bounded or strategy.pipeline_schedule.is_asynchronous,
         )
+
+    @property
+    def _usable_bytes(self) -> int:
+        """All of the device's memory where the stack says what it takes beside the job."""
+        cluster = self.cluster
+        return cluster.device.memory_bytes if self.stack.context_bytes else cluster.usable_memory_bytes
 
     def simulate(self, forecast: Forecast) -> Forecast:
         """The same forecast, its pipeline timed by the clock; unchanged where it is already, or where it `is_long`."""
@@ -213,7 +222,7 @@ class Pricer:
         costs = [iter(priced[kind]) for kind in kinds]
         return StepCosts(
             stages=tuple(next(costs[rank]) for rank in ranks),
-            boundaries_s=boundaries_s(self.model, self.job, strategy, self.cluster),
+            boundaries_s=boundaries_s(self.model, self.job, strategy, self.cluster, self.stack),
             stage_ranks=ranks,
         )
 
@@ -234,7 +243,9 @@ class Pricer:
             for stage in s.rank_stages(rank):
                 sent = Traffic({**stages_traffic(self.model, self.job, s, [stage]).rows, **once.rows})
                 costs.append(
-                    stage_costs(self.model, self.job, s, self.cluster, stage, sent, held.num_parameters, moved)
+                    stage_costs(
+                        self.model, self.job, s, self.cluster, stage, sent, held.num_parameters, moved, self.stack
+                    )
                 )
             repeated = micro_batch_traffic(self.model, self.job, s, rank)
             self._ranks[key] = Traffic({**repeated.rows, **once.rows}), tuple(costs)
@@ -266,16 +277,14 @@ class Pricer:
         for rank, (kind, kept_bytes) in enumerate(zip(self._kinds(strategy), kept, strict=True)):
             if kind not in fullest or kept_bytes > fullest[kind][0]:
                 fullest[kind] = kept_bytes, rank
-        return {
-            rank: memory(
-                self.model,
-                self.job,
-                strategy,
-                first_of(rank),
-                self._rank_buckets(strategy, rank).buckets,
-            )
-            for _, rank in sorted(fullest.values(), key=lambda item: item[1])
-        }
+        return {rank: self._memory(strategy, rank) for _, rank in sorted(fullest.values(), key=lambda item: item[1])}
+
+    def _memory(self, strategy: Strategy, rank: int) -> MemoryBreakdown:
+        held = self._rank_buckets(strategy, rank)
+        own = memory(self.model, self.job, strategy, first_of(rank), held.buckets)
+        if self.stack == OWN:
+            return own
+        return with_stack(own, self.model, self.job, strategy, rank, held.num_parameters, self.stack)
 
     def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
         """The pipeline rank whose devices hold most, and what they hold."""

@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
+from meshwright.core.profile import Stack
 from meshwright.core.rules import divisors, violations
-from meshwright.core.sources import load_cluster
+from meshwright.core.sources import load_cluster, network_reach, stack_of
 from meshwright.core.strategy import Strategy
 from meshwright.planner.scoreboard.published import PublishedRow
 
@@ -39,6 +40,8 @@ MAX_OPEN_MICRO_BATCH = 8
 """Largest micro-batch that is tried where the source states none."""
 MAX_OPEN_CHUNKS = 8
 """Most stages per rank that are tried likewise."""
+KINDS_OF_RECOMPUTE: tuple[str, ...] = get_args(Strategy.model_fields["recompute"].annotation)
+"""What strategies have; all are tried where a source states none."""
 PADDED_TO = 128
 """Rows of the vocabulary per tensor-parallel rank are padded to a multiple of this (Shoeybi et al. 2019, §5)."""
 
@@ -53,6 +56,7 @@ class Expressed:
     model: ModelSpec
     cluster: ClusterSpec
     job: Job
+    stack: Stack
     candidates: tuple[Strategy, ...]
     """Legal, one or more: several where the source leaves a choice open."""
 
@@ -61,13 +65,13 @@ def express(row: PublishedRow) -> Expressed:
     """Raises UnsupportedError with the reason in a few words, or InputError for a value that cannot be."""
     if row.layout_check != "ok":
         raise UnsupportedError("degrees do not multiply out")
-    model, cluster, job = _model(row), _cluster(row), _job(row)
-    open_choices = tuple(_candidates(row, model))
+    model, cluster, job, stack = _model(row), _cluster(row), _job(row), stack_of(row.words)
+    open_choices = tuple(_candidates(row, model, stack))
     broken = [violations(s, model, cluster, job) for s in open_choices]
     legal = tuple(s for s, rules in zip(open_choices, broken, strict=True) if not rules)
     if not legal:
         raise UnsupportedError(f"rule {broken[0][0].rule.id}" if broken else "no strategy")
-    return Expressed(model, cluster, job, legal)
+    return Expressed(model, cluster, job, stack, legal)
 
 
 def _whole(row: PublishedRow, part: str, name: str, default: int | None = None) -> int:
@@ -79,7 +83,7 @@ def _whole(row: PublishedRow, part: str, name: str, default: int | None = None) 
 
 
 def _model(row: PublishedRow) -> ModelSpec:
-    """The decoder of the row. A head is hidden size over heads, rounded down, as the sources' own code has it."""
+    """The decoder of the row."""
     m = row.model
     if m.get("experts"):
         raise UnsupportedError("mixture of experts")
@@ -100,11 +104,11 @@ def _model(row: PublishedRow) -> ModelSpec:
         num_layers=_whole(row, "model", "layers"),
         num_heads=heads,
         num_kv_heads=_whole(row, "model", "kv_heads", heads),
-        head_dim=hidden // heads,
+        head_dim=_head_dim(hidden, heads),
         ffn_size=_whole(row, "model", "ffn_hidden", 4 * hidden),
         max_positions=_whole(row, "model", "seq_len"),
         norm="rmsnorm" if gated else "layernorm",
-        positions="rope" if positions == "rope" and hidden // heads % 2 == 0 else "learned",
+        positions="rope" if positions == "rope" else "learned",
         activation="silu" if gated else "gelu",
         gated_mlp=gated,
         qkv_bias=not gated,
@@ -112,6 +116,12 @@ def _model(row: PublishedRow) -> ModelSpec:
         mlp_bias=not gated,
         tied_embeddings=bool(m.get("tied_embeddings")),
     )
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    """Hidden size over heads. Where that leaves a rest, the heads that are printed cannot have run; the nearest whole
+    fragment of tensor cores is taken."""
+    return hidden // heads if hidden % heads == 0 else max(8, round(hidden / heads / 8) * 8)
 
 
 def _cluster(row: PublishedRow) -> ClusterSpec:
@@ -133,7 +143,9 @@ def _network_of(device: str, num_nodes: int, per_node: int, text: str) -> Cluste
     bytes_per_s = link_bytes_per_s(text, cluster.devices_per_node)
     if bytes_per_s is None:
         return cluster
-    link = cluster.inter_link.model_copy(update={"name": text, "bandwidth_bytes_per_s": bytes_per_s})
+    reach = network_reach(text)
+    change = {"bandwidth_bytes_per_s": reach.reached * bytes_per_s, "collective_share": reach.collective_share}
+    link = cluster.inter_link.model_copy(update={"name": text, **change})
     return cluster.model_copy(update={"inter_link": link})
 
 
@@ -153,7 +165,7 @@ def _job(row: PublishedRow) -> Job:
     return Job(seq_length=_whole(row, "model", "seq_len"), global_batch_size=_whole(row, "strategy", "global_batch"))
 
 
-def _candidates(row: PublishedRow, model: ModelSpec) -> Iterator[Strategy]:
+def _candidates(row: PublishedRow, model: ModelSpec, stack: Stack) -> Iterator[Strategy]:
     """Every strategy that the row may mean."""
     s = row.strategy
     _refuse_unknown(row)
@@ -162,7 +174,7 @@ def _candidates(row: PublishedRow, model: ModelSpec) -> Iterator[Strategy]:
     if rest:
         raise UnsupportedError("batch not a multiple of dp")
     sizes = [s["micro_batch"]] if s.get("micro_batch") else [b for b in divisors(per_rank) if b <= MAX_OPEN_MICRO_BATCH]
-    fixed = {**degrees, "zero": s.get("zero_stage") or 0, "precision": _precision(row)}
+    fixed = {**degrees, **_sequence(row), "zero": s.get("zero_stage") or 0, "precision": _precision(row, stack)}
     for size, chunks, recompute in product(sizes, _chunks(row, model), _recomputes(row)):
         if per_rank % size:
             raise UnsupportedError(f"batch not a multiple of dp × {size}")
@@ -173,19 +185,29 @@ def _candidates(row: PublishedRow, model: ModelSpec) -> Iterator[Strategy]:
 
 def _refuse_unknown(row: PublishedRow) -> None:
     s = row.strategy
-    if s.get("sequence_parallel") and (s.get("tp") or 1) > 1:
-        raise UnsupportedError("sequence parallelism")
-    if (s.get("cp") or 1) > 1:
-        raise UnsupportedError("context parallelism")
+    if row.model.get("task") == "LoRA":
+        raise UnsupportedError("adapters alone are trained")
     if (s.get("ep") or 1) > 1:
         raise UnsupportedError("expert parallelism")
     if "offload" in str(s.get("sharding")).lower():
         raise UnsupportedError("offload of another library")
 
 
-def _precision(row: PublishedRow) -> str:
+def _sequence(row: PublishedRow) -> dict[str, Any]:
+    """Sequence and context parallelism."""
+    s = row.strategy
+    found: dict[str, Any] = {}
+    if s.get("sequence_parallel") and (s.get("tp") or 1) > 1:
+        found["sequence"] = "megatron"
+    if (s.get("cp") or 1) > 1:
+        found["context"] = {"kind": "ring", "degree": s["cp"], "balance": "zigzag"}
+    return found
+
+
+def _precision(row: PublishedRow, stack: Stack) -> str:
     dtype = str(row.model.get("dtype"))
-    return "fp16" if "fp16" in dtype else "fp32" if "fp32" in dtype and "bf16" not in dtype else "bf16"
+    name = "fp16" if "fp16" in dtype else "fp32" if "fp32" in dtype and "bf16" not in dtype else "bf16"
+    return stack.precisions.get(name, name)
 
 
 def _chunks(row: PublishedRow, model: ModelSpec) -> tuple[int, ...]:
@@ -202,7 +224,8 @@ def _chunks(row: PublishedRow, model: ModelSpec) -> tuple[int, ...]:
 def _recomputes(row: PublishedRow) -> tuple[str, ...]:
     stated = row.strategy.get("recompute")
     if stated is None:
-        return ("none", "full")
-    if str(stated).startswith("selective"):
-        return ("selective",)
-    return ("full",) if str(stated).startswith("full") else ("none",)
+        return KINDS_OF_RECOMPUTE
+    kind = str(stated).split()[0]
+    if kind not in KINDS_OF_RECOMPUTE:
+        raise UnsupportedError(f"{kind} recompute")
+    return (kind,)

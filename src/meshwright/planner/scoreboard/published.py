@@ -39,6 +39,12 @@ class PublishedRow:
     """`ok`, or why the degrees that are printed cannot be right."""
 
     @property
+    def words(self) -> str:
+        """What names the software that ran."""
+        parts = (self.table, self.source, self.strategy.get("sharding"), self.strategy.get("notes"))
+        return " | ".join(str(part) for part in parts if part)
+
+    @property
     def step_s(self) -> float | None:
         """Seconds of a step."""
         return self.measured.get("iter_s")

@@ -72,7 +72,7 @@ def replay(rows: Iterable[PublishedRow]) -> tuple[list[Replayed], list[NotReplay
 
 
 def _replay(row: PublishedRow, asked: Expressed) -> Replayed:
-    pricer = Pricer(asked.model, asked.cluster, asked.job)
+    pricer = Pricer(asked.model, asked.cluster, asked.job, asked.stack)
     chosen = pricer.simulate(_choice([pricer.forecast(strategy) for strategy in asked.candidates]))
     peaks = asked.cluster.device.peak_flops_per_s
     peak = peaks.get(chosen.strategy.recipe.parameter, max(peaks.values()))

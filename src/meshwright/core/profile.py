@@ -1,0 +1,83 @@
+"""What a device's kernels reach, and how a training stack uses them: measured figures, as data.
+
+    Profile   of a device: shares of its peaks, by kind of kernel      catalogue/devices.toml, table `profile`
+    Stack     of the software that trains on it: what overlaps,         catalogue/stacks.toml
+              what is fused, what each layer costs the host
+
+Without a profile one share of the peak (`ClusterSpec.compute_efficiency`) stands for all kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.core.values import Value
+
+
+class Profile(Value):
+    """Shares of a device's peaks that kernels reach in a training step."""
+
+    matmul_efficiency: float = Field(gt=0, le=1)
+    """Of peak FLOP/s, in a large matrix product; what small ones lose stands in their bytes."""
+    num_units: int = Field(gt=0)
+    """Multiprocessors, each of which computes one tile of a product at a time."""
+    memory_efficiency: float = Field(gt=0, le=1)
+    """Of memory bandwidth, in kernels that stream."""
+    attention_efficiency: float = Field(gt=0, le=1)
+    """Of peak FLOP/s, in fused attention over endless sequences, forward."""
+    attention_half_keys: float = Field(default=0.0, ge=0)
+    """Keys per query at which it reaches half of that."""
+    overlap_slowdown: float = Field(default=1.0, ge=1)
+    """Of compute while a collective runs beside it."""
+    source: str = ""
+
+
+class Stack(Value):
+    """How a training stack runs a step. The defaults are this library's own."""
+
+    name: str = "meshwright"
+    source: str = ""
+    fused_attention: bool = True
+    """Scores never leave the chip. Otherwise each kernel reads and writes them whole."""
+    dropout: bool = False
+    """Masks are drawn, applied and kept."""
+    overlaps_gradients: bool = True
+    """Gradients are reduced while the last backward runs."""
+    overlaps_parameters: bool = False
+    """Updated parameters are gathered while the next forward runs."""
+    hidden_tensor_share: float = Field(default=0.0, ge=0, le=1)
+    """Of tensor-parallel communication that runs under matrix products."""
+    transfers: Literal["beside", "blocking", "blocking-scattered"] = "beside"
+    """Between stages: beside compute, or the rank waits; scattered: each tp rank sends its part of a hidden state."""
+    layer_forward_s: float = Field(default=0.0, ge=0)
+    """Host seconds to launch one layer's forward for one micro-batch: a floor under its kernels."""
+    layer_backward_s: float = Field(default=0.0, ge=0)
+    """Likewise backward, without recomputation."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Host seconds of a step, whatever its size: data, logging, scaling."""
+    optimizer_passes: float = Field(default=1.0, gt=0)
+    """Bytes that an update moves, over those that a fused one must."""
+    ring_share: float | None = Field(default=None, gt=0, le=1)
+    """ZeRO-3 gathers and reduces parameter by parameter, in one ring, at this share of what one network port reaches;
+    None: in two levels, at that of all ports of a node."""
+    overlap_slowdown: float | None = Field(default=None, ge=1)
+    """Of compute beside collectives, where it is not the device's: hooks and streams of the stack's own."""
+    copy_bytes: dict[str, float] = Field(default_factory=dict)
+    """Dtype of the parameters → further bytes that each parameter of a rank takes."""
+    shard_copy_bytes: dict[str, float] = Field(default_factory=dict)
+    """Likewise each parameter of the rank's shard of the optimizer's state."""
+    keeps_outputs: bool = False
+    """A pipeline keeps what a stage sends, of each micro-batch under way."""
+    context_bytes: float = Field(default=0, ge=0)
+    """Of the device's runtime, of collectives and of their buckets. 0: not stated, and a share of the device's memory
+    is kept free for them (`usable_memory_fraction`)."""
+    allocator_reserve: float = Field(default=1.0, ge=1)
+    """What the caching allocator holds, over what is in use at the peak."""
+    precisions: dict[str, str] = Field(default_factory=dict)
+    """Dtype as sources print it → byte recipe, where it is not the one of that name."""
+
+
+OWN = Stack()
+"""This library's."""

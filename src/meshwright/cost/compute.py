@@ -1,0 +1,139 @@
+"""Seconds that one rank of a stage computes for one micro-batch, as named terms, both ways.
+
+With a measured profile of the device the kernels of a layer are priced one by one (:mod:`meshwright.cost.kernels`), and
+the host's launches are a floor under them; without one, FLOPs at one share of the peak stand for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import InputError
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.profile import Profile, Stack
+from meshwright.core.strategy import Strategy
+from meshwright.cost.flops import stage_flops
+from meshwright.cost.kernels import Rates, head_kernels, layers_kernels, rates
+from meshwright.cost.terms import TimeTerm, total_s
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Seconds that a stage spends in tensor-parallel collectives per micro-batch."""
+
+    forward: float
+    recompute: float
+    backward: float
+
+    def times(self, share: float) -> Collectives:
+        return Collectives(share * self.forward, share * self.recompute, share * self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What a stage takes of one micro-batch."""
+
+    forward: tuple[TimeTerm, ...]
+    backward: tuple[TimeTerm, ...]
+    """With recomputation."""
+    weight_gradients_s: float
+    """Of backward, what W takes where it is run apart."""
+
+
+def stage_compute(
+    model: ModelSpec,
+    job: Job,
+    strategy: Strategy,
+    cluster: ClusterSpec,
+    stage: int,
+    collectives: Collectives,
+    stack: Stack,
+) -> Compute:
+    """Price a stage. Raises InputError where the cluster states no peak for the strategy's compute dtype."""
+    profile = cluster.device.profile
+    if profile is None:
+        return _by_flops(model, job, strategy, cluster, stage, collectives)
+    return _by_kernels(model, job, strategy, _rates(cluster, profile, strategy), stage, collectives, stack)
+
+
+def peak_flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
+    """Of one device in the strategy's compute dtype."""
+    dtype, peaks = strategy.recipe.parameter, cluster.device.peak_flops_per_s
+    if dtype not in peaks:
+        raise InputError(
+            f"cluster `{cluster.name}`: device `{cluster.device.name}` states no peak FLOP/s for {dtype}; "
+            f"it has {', '.join(sorted(peaks))}"
+        )
+    return peaks[dtype]
+
+
+def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
+    """Matrix-product speed of one device without a profile: peak × efficiency."""
+    return peak_flops_per_s(cluster, strategy) * cluster.compute_efficiency
+
+
+def _by_flops(
+    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stage: int, collectives: Collectives
+) -> Compute:
+    flops, speed = stage_flops(model, job, strategy, stage), flops_per_s(cluster, strategy)
+    again = flops.layers / speed * (strategy.recompute == "full")
+    return Compute(
+        forward=(
+            TimeTerm("layers", flops.layers / speed),
+            TimeTerm("head", flops.head / speed),
+            TimeTerm("tensor-parallel reductions", collectives.forward),
+        ),
+        backward=(
+            TimeTerm("layers", 2 * flops.layers / speed),
+            TimeTerm("head", 2 * flops.head / speed),
+            TimeTerm("tensor-parallel reductions", collectives.backward),
+            TimeTerm("recomputation", again + collectives.recompute),
+        ),
+        weight_gradients_s=flops.weight_gradients / speed,
+    )
+
+
+def _rates(cluster: ClusterSpec, profile: Profile, strategy: Strategy) -> Rates:
+    peak_flops_per_s(cluster, strategy)
+    recipe = strategy.recipe
+    return rates(cluster.device, profile, recipe.parameter, recipe.parameter_bytes)
+
+
+def _by_kernels(
+    model: ModelSpec, job: Job, strategy: Strategy, speed: Rates, stage: int, collectives: Collectives, stack: Stack
+) -> Compute:
+    layers = strategy.stage_layers(model.num_layers)[stage]
+    _, is_last = strategy.stage_ends(stage)
+    all_of = layers_kernels(model, job, strategy, speed, stack, layers)
+    head = head_kernels(model, job, strategy, speed).times(is_last)
+    seen = collectives.times(1 - stack.hidden_tensor_share)
+    again_s = all_of.total.forward * (strategy.recompute == "full")
+    repeats = strategy.recompute == "full"
+    forward = (
+        TimeTerm("products", all_of.products.forward),
+        TimeTerm("attention", all_of.attention.forward),
+        TimeTerm("streams", all_of.streams.forward),
+        TimeTerm("head", head.forward),
+        TimeTerm("tensor-parallel reductions", seen.forward),
+    )
+    backward = (
+        TimeTerm("products", all_of.products.backward),
+        TimeTerm("attention", all_of.attention.backward),
+        TimeTerm("streams", all_of.streams.backward),
+        TimeTerm("head", head.backward),
+        TimeTerm("tensor-parallel reductions", seen.backward),
+        TimeTerm("recomputation", again_s + seen.recompute),
+    )
+    launches_s = stack.layer_backward_s + repeats * stack.layer_forward_s
+    return Compute(
+        forward=(*forward, _launches(forward, len(layers) * stack.layer_forward_s)),
+        backward=(*backward, _launches(backward, len(layers) * launches_s)),
+        weight_gradients_s=all_of.products.forward + head.forward,
+    )
+
+
+def _launches(terms: tuple[TimeTerm, ...], host_s: float) -> TimeTerm:
+    """What the host takes longer to launch kernels than they take to run."""
+    return TimeTerm("launches", max(0.0, host_s - total_s(terms)))

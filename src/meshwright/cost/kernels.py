@@ -1,0 +1,261 @@
+"""Seconds of the kernels of a step on one device, from its measured profile.
+
+    product       2·m·n·k FLOPs at the peak × what large ones reach, the last wave of tiles counted whole; or its three
+                  matrices once through memory, where that takes longer
+    attention     fused: its FLOPs at a rate that grows with the keys of a query; otherwise two batched products and
+                  the passes of softmax and dropout over b·a·s² scores, all through memory
+    streaming     norms, residuals, activations, copies: bytes through memory
+    host          a floor: a layer's kernels cannot run faster than they are launched
+
+Backward runs two products for each of forward's, twice its streams, and 2.5 times the FLOPs of fused attention, whose
+scores it computes again.
+
+Sources: Williams et al. 2009 (roofline); NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment);
+Dao et al. 2022 and Dao 2023 (attention); Korthikanti et al. 2022 §4.1 and Ivanov et al. 2021 (bytes of the kernels
+between products).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from meshwright.core.cluster import Device
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import largest_part
+from meshwright.core.profile import Profile, Stack
+from meshwright.core.strategy import Strategy
+
+FUSED_BACKWARD = 2.5
+"""FLOPs of backward over those of forward in fused attention (Dao et al. 2022, §3.1)."""
+ALIGNED_TO = 8
+"""Elements that a row of 16-bit numbers must be a multiple of for tensor cores to take whole fragments."""
+MISALIGNED_SHARE = 0.5
+"""Of the fp32 peak outside of tensor cores, that a product reaches whose rows are not."""
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+"""Rows and columns of the output that one multiprocessor computes at a time, and the share of the best rate."""
+SCORE_PASSES, SCORE_PASSES_BACKWARD = 4.0, 7.0
+"""Times that unfused kernels read or write all scores: product, softmax (2), product; and their gradients."""
+DROPOUT_PASSES = 2.5
+"""More, each way, with dropout: read, write, and a mask of one byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one layer and one micro-batch on one device, or of anything that is run both ways."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, count: float) -> Seconds:
+        return Seconds(count * self.forward, count * self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """What one layer takes of one micro-batch."""
+
+    products: Seconds
+    attention: Seconds
+    streams: Seconds
+
+    def __add__(self, other: LayerKernels) -> LayerKernels:
+        return LayerKernels(
+            self.products + other.products, self.attention + other.attention, self.streams + other.streams
+        )
+
+    def times(self, count: float) -> LayerKernels:
+        return LayerKernels(self.products.times(count), self.attention.times(count), self.streams.times(count))
+
+    @property
+    def total(self) -> Seconds:
+        return self.products + self.attention + self.streams
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does per second in one dtype."""
+
+    flops_per_s: float
+    """Peak."""
+    plain_flops_per_s: float
+    """Peak of fp32, outside of tensor cores."""
+    profile: Profile
+    bytes_per_s: float
+    """Of memory, reached."""
+    element_bytes: int
+
+    def product_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        """Seconds of `batch` products [m, k] × [k, n]."""
+        bytes_s = batch * self.stream_s(m * k + k * n + m * n)
+        if n % ALIGNED_TO or k % ALIGNED_TO:
+            return max(bytes_s, 2 * batch * m * n * k / (MISALIGNED_SHARE * self.plain_flops_per_s))
+        full = self.flops_per_s * self.profile.matmul_efficiency / self.profile.num_units
+        waves = (
+            ceil(batch * ceil(m / rows) * ceil(n / columns) / self.profile.num_units) * rows * columns / share
+            for rows, columns, share in TILES
+        )
+        return max(bytes_s, 2 * k * min(waves) / full)
+
+    def product(self, m: float, n: float, k: float, batch: float = 1.0) -> Seconds:
+        """A product, and the two that its gradients take: [m, n] × [n, k] and [n, m] × [m, k]."""
+        backward_s = self.product_s(m, k, n, batch) + self.product_s(n, k, m, batch)
+        return Seconds(self.product_s(m, n, k, batch), backward_s)
+
+    def stream_s(self, elements: float) -> float:
+        """Seconds to move so many elements through memory once."""
+        return elements * self.element_bytes / self.bytes_per_s
+
+
+def rates(device: Device, profile: Profile, dtype: str, element_bytes: int) -> Rates:
+    """The rates of a device in a dtype that it has a peak for."""
+    return Rates(
+        flops_per_s=device.peak_flops_per_s[dtype],
+        plain_flops_per_s=device.peak_flops_per_s.get("fp32", device.peak_flops_per_s[dtype]),
+        profile=profile,
+        bytes_per_s=device.memory_bandwidth_bytes_per_s * profile.memory_efficiency,
+        element_bytes=element_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Sizes on the first tp rank, which holds the largest pieces."""
+
+    b: int
+    s: int
+    own: int
+    """Of the s tokens of a sequence, that this rank computes with."""
+    between: int
+    """And holds outside of the tensor-parallel regions."""
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    num_matrices: int
+    """Of the MLP."""
+
+    @property
+    def tokens(self) -> int:
+        return self.b * self.own
+
+
+def _shape(spec: ModelSpec, job: Job, strategy: Strategy) -> _Shape:
+    def local(dim: str, size: int) -> int:
+        return largest_part(spec, dim, size, strategy.tp)
+
+    return _Shape(
+        b=strategy.micro_batch_size,
+        s=job.seq_length,
+        own=job.seq_length // strategy.cp,
+        between=job.seq_length // strategy.hidden_parts[1],
+        hidden=spec.hidden_size,
+        heads=local("heads", spec.heads_size) // spec.head_dim,
+        kv_heads=local("kv_heads", spec.kv_size) // spec.head_dim,
+        head_dim=spec.head_dim,
+        ffn=local("ffn", spec.ffn_size),
+        vocab=local("vocab", spec.vocab_size),
+        num_matrices=3 if spec.gated_mlp else 2,
+    )
+
+
+def layers_kernels(
+    spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates, stack: Stack, layers: range
+) -> LayerKernels:
+    """Several layers; all are alike but for a mixture's dense ones."""
+    none = Seconds(0.0, 0.0)
+    total = LayerKernels(none, none, none)
+    for is_sparse in (False, True):
+        alike = [layer for layer in layers if spec.is_sparse(layer) is is_sparse]
+        if alike:
+            total += layer_kernels(spec, job, strategy, rates, stack, alike[0]).times(len(alike))
+    return total
+
+
+def layer_kernels(
+    spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates, stack: Stack, layer: int = 0
+) -> LayerKernels:
+    """One layer, one micro-batch, without communication."""
+    z = _shape(spec, job, strategy)
+    attention = _fused_attention(z, rates) if stack.fused_attention else _unfused_attention(z, rates, stack)
+    inner = _expert_products(spec, z, strategy, rates) if spec.is_sparse(layer) else _mlp_products(z, z.ffn, rates)
+    streams_s = rates.stream_s(_stream_elements(spec, z, stack))
+    return LayerKernels(
+        products=_projections(z, rates) + inner, attention=attention, streams=Seconds(streams_s, 2 * streams_s)
+    )
+
+
+def _projections(z: _Shape, rates: Rates) -> Seconds:
+    """Of queries, keys and values, and of attention's output."""
+    q_kv = (z.heads + 2 * z.kv_heads) * z.head_dim
+    return rates.product(z.tokens, q_kv, z.hidden) + rates.product(z.tokens, z.hidden, z.heads * z.head_dim)
+
+
+def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
+    up = rates.product(z.tokens, (z.num_matrices - 1) * ffn, z.hidden)
+    return up + rates.product(z.tokens, z.hidden, ffn)
+
+
+def _expert_products(spec: ModelSpec, z: _Shape, strategy: Strategy, rates: Rates) -> Seconds:
+    """Each expert's rows by themselves, evenly loaded; the router; what every token passes."""
+    ffn = largest_part(spec, "ffn", spec.expert_size, strategy.tp)
+    rows, num = z.tokens * spec.experts_per_token / spec.num_experts, spec.num_experts
+    matrices = 2 if spec.has_gated_experts else 1
+    total = rates.product(rows, matrices * ffn, z.hidden, num) + rates.product(rows, z.hidden, ffn, num)
+    total += rates.product(z.tokens, spec.num_experts, z.hidden)
+    if spec.shared_ffn_size:
+        total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, strategy.tp), rates)
+    return total
+
+
+def _fused_attention(z: _Shape, rates: Rates) -> Seconds:
+    """Half the scores, as the causal mask leaves them."""
+    profile = rates.profile
+    share = profile.attention_efficiency * z.s / (z.s + profile.attention_half_keys)
+    flops = 2 * z.b * z.heads * z.head_dim * z.own * z.s
+    forward_s = flops / (rates.flops_per_s * share)
+    return Seconds(forward_s, FUSED_BACKWARD * forward_s)
+
+
+def _unfused_attention(z: _Shape, rates: Rates, stack: Stack) -> Seconds:
+    """All scores, masked or not."""
+    batch = z.b * z.heads
+    products = rates.product(z.own, z.s, z.head_dim, batch) + rates.product(z.own, z.head_dim, z.s, batch)
+    counted_s = rates.stream_s(2 * batch * z.own * z.s)  # scores stand among the passes
+    more = DROPOUT_PASSES * stack.dropout
+    forward_s, backward_s = (
+        rates.stream_s((passes + more) * batch * z.own * z.s) for passes in (SCORE_PASSES, SCORE_PASSES_BACKWARD)
+    )
+    return products + Seconds(forward_s - counted_s, backward_s - 2 * counted_s)
+
+
+def _stream_elements(spec: ModelSpec, z: _Shape, stack: Stack) -> float:
+    """Elements that the kernels between the products of a layer read and write, forward.
+
+    Two norms (read, write), two residual sums (read both, write; with dropout a mask too), the activation (read one or
+    two, write), and copies of q, k and v: rotation, or transposition for unfused attention.
+    """
+    residual = 3.0 + 0.5 * stack.dropout
+    activation = 2.0 if z.num_matrices == 2 else 3.0
+    copies = 2.0 * (spec.positions == "rope") + 2.0 * (not stack.fused_attention)
+    q_kv = (z.heads + z.kv_heads) * z.head_dim
+    ffn = z.ffn if not spec.num_experts else spec.experts_per_token * z.ffn
+    return z.b * z.between * 2 * (2 + residual) * z.hidden + z.tokens * (activation * ffn + copies * q_kv)
+
+
+def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> Seconds:
+    """Final norm, logits and loss: the logits are written, read as maximum, exponentials and sum, and once more for the
+    gradient, in fp32."""
+    z = _shape(spec, job, strategy)
+    wide = 4 / rates.element_bytes
+    norm = z.b * z.between * 2 * z.hidden
+    streams = Seconds(
+        rates.stream_s(norm + z.tokens * 4 * wide * z.vocab), rates.stream_s(2 * norm + z.tokens * 2 * wide * z.vocab)
+    )
+    return rates.product(z.tokens, z.vocab, z.hidden) + streams

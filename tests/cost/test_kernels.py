@@ -1,0 +1,91 @@
+"""Kernels of a layer from a measured profile: what must hold whatever the figures are."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.core.job import Job
+from meshwright.core.profile import Stack
+from meshwright.core.sources import load_cluster, network_reach, stack_of
+from meshwright.core.strategy import Strategy
+from meshwright.cost.compute import Collectives, stage_compute
+from meshwright.cost.flops import layer_forward_terms, total_flops
+from meshwright.cost.kernels import layer_kernels, rates
+from meshwright.cost.terms import total_s
+from tests.shapes import make_model
+
+A100 = load_cluster("8xa100")
+UNFUSED = Stack(fused_attention=False)
+NOTHING = Collectives(0.0, 0.0, 0.0)
+
+
+def speed(matmul_efficiency: float = 0.75):
+    profile = A100.device.profile.model_copy(update={"matmul_efficiency": matmul_efficiency})
+    return rates(A100.device, profile, "bf16", 2)
+
+
+def big(head_dim: int = 128, layers: int = 8):
+    return make_model(
+        num_layers=layers, hidden_size=8192, num_heads=64, num_kv_heads=64, head_dim=head_dim, ffn_size=32768
+    )
+
+
+@pytest.mark.parametrize("m", [1, 127, 2048, 16384])
+def test_a_product_is_never_faster_than_peak_or_memory(m):
+    seconds = speed().product_s(m, 4096, 4096)
+    assert seconds >= 2 * m * 4096 * 4096 / (0.75 * 312e12)
+    assert seconds >= 2 * (m * 4096 + 4096 * 4096 + m * 4096) / 2039e9
+
+
+def test_small_products_reach_less_and_large_ones_what_the_profile_says():
+    def reached(m: int) -> float:
+        return 2 * m * 8192 * 8192 / speed().product_s(m, 8192, 8192) / 312e12
+
+    assert reached(128) < reached(1024) < reached(16384)
+    assert reached(16384) == pytest.approx(0.75, rel=0.03)
+
+
+def test_rows_that_tensor_cores_cannot_take_whole_are_slow():
+    aligned, not_aligned = speed().product_s(2048, 2048, 104, 32), speed().product_s(2048, 2048, 108, 32)
+    assert not_aligned > 4 * aligned
+
+
+def test_products_of_a_layer_agree_with_its_flops():
+    """At an efficiency of 1 and large sizes the seconds are FLOPs over peak: no product is forgotten, none twice."""
+    model, job = big(), Job(seq_length=8192, global_batch_size=8)
+    strategy = Strategy(micro_batch_size=4, num_micro_batches=2, precision="bf16")
+    kernels = layer_kernels(model, job, strategy, speed(1.0), Stack())
+    flops = total_flops(t for t in layer_forward_terms(model, 8192) if not t.name.startswith("attention"))
+    assert kernels.products.forward == pytest.approx(4 * 8192 * flops / 312e12, rel=0.02)
+    assert kernels.products.backward == pytest.approx(2 * kernels.products.forward, rel=0.02)
+
+
+def test_unfused_attention_pays_for_every_score():
+    job, strategy = Job(seq_length=4096, global_batch_size=1), Strategy(precision="bf16")
+    fused, unfused = (layer_kernels(big(), job, strategy, speed(), stack).attention for stack in (Stack(), UNFUSED))
+    assert unfused.forward > 2 * fused.forward
+    dropped = layer_kernels(big(), job, strategy, speed(), UNFUSED.model_copy(update={"dropout": True})).attention
+    assert dropped.forward > unfused.forward
+
+
+def test_the_host_is_a_floor_and_no_more():
+    job = Job(seq_length=128, global_batch_size=1)
+    model, strategy = make_model(num_layers=8), Strategy(precision="bf16", recompute="full")
+    bare = stage_compute(model, job, strategy, A100, 0, NOTHING, Stack())
+    stack = Stack(layer_forward_s=1e-3, layer_backward_s=1.5e-3)
+    held = stage_compute(model, job, strategy, A100, 0, NOTHING, stack)
+    assert total_s(held.forward) == pytest.approx(8e-3)
+    assert total_s(held.backward) == pytest.approx(8 * 2.5e-3)
+    assert total_s(bare.forward) < 8e-3
+    large = Job(seq_length=8192, global_batch_size=1)
+    assert stage_compute(big(), large, strategy, A100, 0, NOTHING, stack) == stage_compute(
+        big(), large, strategy, A100, 0, NOTHING, Stack()
+    )
+
+
+def test_stacks_and_networks_are_found_by_their_words():
+    assert stack_of("vtrain_single | vTrain validation ground truth").name == "megatron-deepspeed-vtrain"
+    assert stack_of("megatron_ptdp_sc21 | Megatron-LM (SC21) | DeepSpeed ZeRO-3").name == "deepspeed-zero3"
+    assert stack_of("nobody knows").name == "meshwright"
+    assert network_reach("4x Omni-Path 100 Gb/s per node").collective_share < 0.5
+    assert network_reach("carrier pigeons").reached == 1.0
