@@ -69,7 +69,7 @@ def test_a_row_becomes_the_strategy_it_states(tables):
 def test_what_a_source_leaves_open_is_tried_in_every_legal_way(tables):
     found = express(only(tables, strategy={"micro_batch": None, "recompute": None})).candidates
     assert {(s.micro_batch_size, s.recompute) for s in found} == {
-        (size, recompute) for size in (1, 2, 4, 8) for recompute in ("none", "full")
+        (size, recompute) for size in (1, 2, 4, 8) for recompute in ("none", "full", "selective")
     }
     interleaved = express(only(tables, strategy={"vpp": None, "schedule": "interleaved 1F1B"})).candidates
     assert {s.num_chunks for s in interleaved} == {2, 4}

@@ -68,6 +68,8 @@ class Stack(Value):
     """Dtype of the parameters → further bytes that each parameter of a rank takes."""
     shard_copy_bytes: dict[str, float] = Field(default_factory=dict)
     """Likewise each parameter of the rank's shard of the optimizer's state."""
+    unties_embeddings: bool = False
+    """The head has a weight of its own, whatever the model says."""
     keeps_outputs: bool = False
     """A pipeline keeps what a stage sends, of each micro-batch under way."""
     context_bytes: float = Field(default=0, ge=0)

@@ -78,7 +78,7 @@ def _by_flops(
     model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stage: int, collectives: Collectives
 ) -> Compute:
     flops, speed = stage_flops(model, job, strategy, stage), flops_per_s(cluster, strategy)
-    again = flops.layers / speed * (strategy.recompute == "full")
+    again = flops.again(strategy.recompute) * _share_again(model, strategy, stage) / speed
     return Compute(
         forward=(
             TimeTerm("layers", flops.layers / speed),
@@ -95,6 +95,12 @@ def _by_flops(
     )
 
 
+def _share_again(model: ModelSpec, strategy: Strategy, stage: int) -> float:
+    """Of a stage's layers, that are recomputed."""
+    num_layers = len(strategy.stage_layers(model.num_layers)[stage])
+    return strategy.num_recomputed(num_layers) / num_layers
+
+
 def _rates(cluster: ClusterSpec, profile: Profile, strategy: Strategy) -> Rates:
     peak_flops_per_s(cluster, strategy)
     recipe = strategy.recipe
@@ -109,8 +115,9 @@ def _by_kernels(
     all_of = layers_kernels(model, job, strategy, speed, stack, layers)
     head = head_kernels(model, job, strategy, speed).times(is_last)
     seen = collectives.times(1 - stack.hidden_tensor_share)
-    again_s = all_of.total.forward * (strategy.recompute == "full")
-    repeats = strategy.recompute == "full"
+    repeated = {"none": 0.0, "full": all_of.total.forward, "selective": all_of.attention.forward}[strategy.recompute]
+    share = _share_again(model, strategy, stage)
+    again_s, repeats = repeated * share, share * (strategy.recompute == "full")
     forward = (
         TimeTerm("products", all_of.products.forward),
         TimeTerm("attention", all_of.attention.forward),

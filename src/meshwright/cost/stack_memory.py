@@ -41,7 +41,7 @@ def stack_terms(
     copies = stack.copy_bytes.get(name, 0.0) * num_parameters + stack.shard_copy_bytes.get(name, 0.0) * shard
     live = _live_layers(model, strategy, rank)
     outputs = _live(strategy, rank) * hidden_bytes(model, job, strategy) * stack.keeps_outputs * (strategy.pp > 1)
-    scores = (live if strategy.recompute == "none" else 1) * _unfused_bytes(model, job, strategy, stack)
+    scores = _scores_and_masks(model, job, strategy, stack, live)
     allocated = held.total_bytes + copies + outputs + scores
     return (
         ByteTerm("copies of gradients and parameters", int(copies)),
@@ -68,11 +68,14 @@ def _live_layers(model: ModelSpec, strategy: Strategy, rank: int) -> int:
     )
 
 
-def _unfused_bytes(model: ModelSpec, job: Job, strategy: Strategy, stack: Stack) -> int:
-    """Of one layer and micro-batch: softmax (with dropout also its mask and result), and two masks of hidden size."""
+def _scores_and_masks(model: ModelSpec, job: Job, strategy: Strategy, stack: Stack, live: int) -> int:
+    """Of all live layers, or of one where they are recomputed: softmax (with dropout also its mask and result), and two
+    masks of hidden size."""
     b, s = strategy.micro_batch_size, job.seq_length
     element = strategy.recipe.parameter_bytes
     heads = largest_part(model, "heads", model.heads_size, strategy.tp) // model.head_dim
     passes = (element + (1 + element) * stack.dropout) * (not stack.fused_attention)
     masks = 2 * b * s * model.hidden_size // strategy.hidden_parts[1] * stack.dropout
-    return passes * heads * b * (s // strategy.cp) * s + masks
+    scores = passes * heads * b * (s // strategy.cp) * s
+    kept = {"none": (live, live), "full": (1, 1), "selective": (1, live)}[strategy.recompute]
+    return kept[0] * scores + kept[1] * masks

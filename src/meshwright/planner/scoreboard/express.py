@@ -65,7 +65,8 @@ def express(row: PublishedRow) -> Expressed:
     """Raises UnsupportedError with the reason in a few words, or InputError for a value that cannot be."""
     if row.layout_check != "ok":
         raise UnsupportedError("degrees do not multiply out")
-    model, cluster, job, stack = _model(row), _cluster(row), _job(row), stack_of(row.words)
+    stack, cluster, job = stack_of(row.words), _cluster(row), _job(row)
+    model = _model(row, stack)
     open_choices = tuple(_candidates(row, model, stack))
     broken = [violations(s, model, cluster, job) for s in open_choices]
     legal = tuple(s for s, rules in zip(open_choices, broken, strict=True) if not rules)
@@ -82,7 +83,7 @@ def _whole(row: PublishedRow, part: str, name: str, default: int | None = None) 
     return found
 
 
-def _model(row: PublishedRow) -> ModelSpec:
+def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
     """The decoder of the row."""
     m = row.model
     if m.get("experts"):
@@ -114,7 +115,7 @@ def _model(row: PublishedRow) -> ModelSpec:
         qkv_bias=not gated,
         out_bias=not gated,
         mlp_bias=not gated,
-        tied_embeddings=bool(m.get("tied_embeddings")),
+        tied_embeddings=bool(m.get("tied_embeddings")) and not stack.unties_embeddings,
     )
 
 
