@@ -15,7 +15,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
-from meshwright.cost.latency import TimeTerm, mean_terms
+from meshwright.cost.latency import mean_terms
+from meshwright.cost.terms import TimeTerm
 from meshwright.planner.fix import parse_fix
 from meshwright.planner.price import Forecast, Pricer
 
