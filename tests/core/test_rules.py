@@ -37,6 +37,13 @@ BROKEN = {
         {"seq_length": 1022},
         "tp=4 does not divide the tokens of a sequence 1022",
     ),
+    "dropout": (
+        2,
+        {"pp": 2, "num_micro_batches": 12, "schedule": "pipedream"},
+        {},
+        {"dropout": 0.1},
+        "dropout=0.1 with schedule=pipedream",
+    ),
     "recompute-choice": (
         2,
         {"dp": 2, "num_micro_batches": 6, "recompute_layers": 2},

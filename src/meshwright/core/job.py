@@ -17,6 +17,9 @@ class Job(Value):
     global_batch_size: int = Field(gt=0, le=MAX_SIZE)
     """Sequences of a step, over all ranks."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the elements of hidden states that training drops behind the embedding, attention and mlp: the same
+    elements in every layout."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """ε of the training loss: the target keeps 1 − ε, and ε is spread over the whole vocabulary."""
     label_smoothing_rule: Literal["torch", "megatron"] = "torch"

@@ -139,6 +139,18 @@ def _sequence(c: Case) -> str | None:
     )
 
 
+def _dropout(c: Case) -> str | None:
+    s = c.strategy
+    for name, is_set in (
+        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
+        (f"context.degree={s.cp}", s.cp > 1),
+        (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
+    ):
+        if c.job.dropout and is_set:
+            return f"dropout={c.job.dropout:g} with {name}"
+    return None
+
+
 def _recompute(c: Case) -> str | None:
     s = c.strategy
     for name, is_set, without in (
@@ -419,6 +431,12 @@ RULES = (
         "a delayed update needs the optimizer offloaded",
         "it works on copies away from the device, while the next step runs there",
         _delayed,
+    ),
+    Rule(
+        "dropout",
+        "dropout needs tensor.kind=1d, context.degree=1 and a synchronous schedule",
+        "masks are numbered by step, sequence and token, which are not told to the others",
+        _dropout,
     ),
     Rule(
         "recompute-choice",

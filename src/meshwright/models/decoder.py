@@ -184,16 +184,19 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, rope, device, dtype)
         self.mlp_norm = _norm(spec, device, dtype)
         self.mlp = _moe(spec, device, dtype) if spec.is_sparse(layer) else MLP(spec, spec.ffn_size, device, dtype)
+        self.attention_dropout = nn.Identity()
+        self.mlp_dropout = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Decoder(nn.Module):
     """The whole model, or what a pipeline has left of it. Use :func:`meshwright.models.build.build`.
 
-    Weights are not initialised here. A tied head's weight is the embedding's Parameter itself.
+    Weights are not initialised here. Whoever trains it puts dropout where there is a place for it. A tied head's
+    weight is the embedding's Parameter itself.
     """
 
     def __init__(
@@ -204,6 +207,7 @@ class Decoder(nn.Module):
         device = torch.device(device)
         rope = Rope(spec) if spec.positions == "rope" else None
         self.embedding = _embedding(spec.vocab_size, spec.hidden_size, device, dtype)
+        self.embedding_dropout = nn.Identity()
         self.positions = None
         if spec.positions == "learned":
             self.positions = _embedding(spec.max_positions, spec.hidden_size, device, dtype)
@@ -236,6 +240,7 @@ class Decoder(nn.Module):
             x = self.embedding(x)
             if self.positions is not None:
                 x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+            x = self.embedding_dropout(x)
         for layer in self.layers.values():
             x = layer(x)
         if self.final_norm is not None:

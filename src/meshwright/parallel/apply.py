@@ -1,22 +1,22 @@
 """The composition, in one visible order:
 
-cut → shard → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
+cut → shard → drop → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
 
-plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ states (placements) ─▶ direct.apply ─▶ tiling.apply ─▶
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ dropout.apply ─▶ states (placements) ─▶ direct.apply ─▶ tiling.apply ─▶
 recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner (─▶ EndlessPipeline)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import PP, PP_MIRROR, TP, WORLD
+from meshwright.core.axes import DP, PP, PP_MIRROR, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
@@ -24,10 +24,11 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
-from meshwright.parallel import direct, pipeline, recompute, tensor, tiling
+from meshwright.parallel import direct, dropout, pipeline, recompute, tensor, tiling
 from meshwright.parallel.asynchronous import EndlessPipeline, Update
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
+from meshwright.parallel.dropout import Masks
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.loss import Slice, cross_entropy_sum
 from meshwright.parallel.pipeline import StageRunner
@@ -79,6 +80,9 @@ class ParallelModel:
         self.routers = _routers(model, spec, strategy, mesh)
         """Of a mixture of experts."""
         tensor.apply(model, spec, mesh[TP], strategy.sequence)
+        tp = mesh[TP] if strategy.sequence == "megatron" else None
+        self.masks = Masks(job.dropout, 0, *((tp.index, tp.size) if tp else (0, 1)))
+        dropout.apply(model, self.masks)
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
@@ -107,6 +111,9 @@ class ParallelModel:
         if strategy.pipeline_schedule.is_asynchronous:
             self.endless = EndlessPipeline(self.runner, self.states, self.reducer, strategy, mesh[PP].index)
         self._model = model
+        self._num_sequences = 0
+        """Of this step, over all ranks, that were trained on."""
+        self.runner.on_micro_batch = self.masks.enter
         self._pending_reduction = False
         self._rows: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
 
@@ -155,15 +162,22 @@ class ParallelModel:
         counted = totals[0] if num_tokens is None else num_tokens
         scale = 1.0 / counted.clamp(min=1)
         loss_gradient = scale if loss_scale is None else scale * loss_scale
-        if self.routers is None:
-            loss = self.runner.run(row, micro_batches, loss_gradient)
-        else:
-            self._check_routed(micro_batches, is_whole=num_tokens is None and reduce)
-            with self.routers.training(totals[2:], 1.0 if loss_scale is None else loss_scale):
+        with self._dropping(micro_batches):
+            if self.routers is None:
                 loss = self.runner.run(row, micro_batches, loss_gradient)
-            self.routers.sum_statistics()
+            else:
+                self._check_routed(micro_batches, is_whole=num_tokens is None and reduce)
+                with self.routers.training(totals[2:], 1.0 if loss_scale is None else loss_scale):
+                    loss = self.runner.run(row, micro_batches, loss_gradient)
+                self.routers.sum_statistics()
         self._pending_reduction = reduce
         return loss * scale
+
+    def _dropping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Around forward and backward of these: dropout, by their numbers in the step's global batch."""
+        own = sum(len(tokens) for tokens, _ in micro_batches)
+        first, self._num_sequences = self._num_sequences, self._num_sequences + own * self.strategy.dp
+        return self.masks.active(micro_batches, first + own * self.mesh[DP].index)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float, update: Update) -> torch.Tensor:
         """One step of an asynchronous schedule; what it leaves under way ends in later steps, or in `finish`.
@@ -306,6 +320,7 @@ class ParallelModel:
         self.reducer.start_step()
         if self.routers is not None:
             self.routers.start_step()
+        self._num_sequences = 0
         self._pending_reduction = False
 
 

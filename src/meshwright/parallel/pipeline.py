@@ -149,6 +149,8 @@ class StageRunner:
         """Called before each backward."""
         self.watch: Callable[[Action | None], None] = lambda action: None
         """Called before each action, and with None after the last."""
+        self.on_micro_batch: Callable[[int], None] = lambda number: None
+        """Called before forward and backward of a micro-batch, with its number."""
         self._hidden_shape = hidden_shape
         self._dtype = dtype
         self._do = {
@@ -207,6 +209,7 @@ class StageRunner:
 
     def _forward(self, step: UnderWay, action: Action) -> None:
         stage, k, trains = self._stages[action.stage], action.micro_batch, torch.is_grad_enabled()
+        self.on_micro_batch(k)
         tokens, labels = step.micro_batches[k]
         flight = step.in_flight.setdefault((action.stage, k), _InFlight())
         with self._mesh.ledger.phase("forward"), self._gatherer.forward(action.stage):
@@ -228,6 +231,7 @@ class StageRunner:
         flight = step.in_flight[action.stage, action.micro_batch]
         self.before_backward()
         self._reducer.start_backward(action.stage)
+        self.on_micro_batch(action.micro_batch)
         with self._mesh.ledger.phase("backward"), self._gatherer.backward(action.stage):
             if flight.edge is not None:
                 torch.autograd.backward(flight.edge, flight.gradient)

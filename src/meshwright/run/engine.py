@@ -81,6 +81,7 @@ class Engine:
         """Fresh weights, the same whatever the layout."""
         self._check_empty("initialize")
         params = {p.name: p for p in self.plan.model.parameters()}
+        self.parallel.masks.seed = seed
         self.parallel.states.fill(lambda at: init.initial_box(params[at.name], self.plan.model, at.box, seed))
         for bias in self.parallel.router_biases().values():
             bias.zero_()
@@ -151,6 +152,7 @@ class Engine:
             self.last_routing = routers.report()
         self.parallel.gather_parameters()
         self.parallel.zero_gradients()
+        self.parallel.masks.step += 1
         self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
         return StepStats(total, norm, skipped, scale, router_loss)
 
@@ -276,6 +278,8 @@ class Engine:
         content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
         if scale.is_dynamic:
             content["loss_scale"] = scale.state()
+        if self.plan.job.dropout:
+            content["dropout_step"] = self.parallel.masks.step
         is_ahead = False
         if (delayed := self.optimizer.delayed) is not None:
             delayed.settle()
@@ -305,6 +309,7 @@ class Engine:
         self.optimizer.step_count.fill_(extra["optimizer_step"])
         if self.parallel.routers is not None:
             self.parallel.routers.step = int(extra["optimizer_step"])
+        self.parallel.masks.step = extra.get("dropout_step", extra["optimizer_step"])
         if self.optimizer.loss_scale.is_dynamic and "loss_scale" in extra:
             self.optimizer.loss_scale.restore(extra["loss_scale"])
         self.parallel.zero_gradients()
@@ -412,6 +417,7 @@ def parallelize(
         mesh: this rank's mesh; made from the environment if None.
         options: the optimizer's settings; by default the plan's optimizer, with clipping unless the schedule is
             asynchronous.
+        seed: of fresh weights, and of dropout.
 
     Raises:
         InputError: the number of ranks is not the plan's, the model does not fit its spec, or was split before.
@@ -419,6 +425,7 @@ def parallelize(
     fresh = any(p.is_meta for p in model.parameters())
     options = options or default_options(plan)
     engine = Engine(model, plan, mesh or make_mesh(plan), options)
+    engine.parallel.masks.seed = seed
     if fresh:
         engine.initialize(seed)
     return engine

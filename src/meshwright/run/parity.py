@@ -27,6 +27,8 @@ from meshwright.core.record import RankRecord
 from meshwright.models import init
 from meshwright.models.build import build
 from meshwright.models.decoder import Decoder
+from meshwright.parallel import dropout
+from meshwright.parallel.dropout import Masks
 from meshwright.parallel.routers import Routers
 from meshwright.parallel.states import DTYPES
 from meshwright.rehearse.verify import rank_differences
@@ -100,6 +102,8 @@ class Reference:
     def __init__(self, plan: Plan, options: OptimizerOptions, seed: int) -> None:
         self.model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
         init.initialize(self.model, plan.model, seed)
+        self.masks = Masks(plan.job.dropout, seed)
+        dropout.apply(self.model, self.masks)
         self.options, self.job = options, plan.job
         self.routers = _plain_routers(self.model, plan.model) if plan.model.num_experts else None
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
@@ -118,7 +122,7 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=False)
         everything = [micro for row in batches for micro in row]
         tokens, labels = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
-        with self._routed(tokens):
+        with self._routed(tokens), self.masks.active([(tokens, labels)], 0):
             logits = self.model(tokens).flatten(0, -2)
             loss = _plain_loss(logits, labels.flatten(), self.job)
             mean = loss / (labels != IGNORE).sum().clamp(min=1)
@@ -140,6 +144,7 @@ class Reference:
         self.optimizer.step()
         if self.routers is not None:
             self.routers.update_biases(torch.zeros((), dtype=torch.bool))
+        self.masks.step += 1
         return float(norm)
 
     def router_loss(self) -> float:
