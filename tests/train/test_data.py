@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.core.batch import IGNORE
+from meshwright.core.batch import IGNORE, documents_of
 from meshwright.core.errors import InputError
 from meshwright.train.data import EvaluationSet, PackedDataset
 
@@ -158,3 +158,15 @@ def test_evaluation_can_be_limited():
     assert labels.tolist() == [[17, 18, 19, 20], [IGNORE] * 4]
     with pytest.raises(InputError, match="for evaluation"):
         EvaluationSet(np.arange(SEQ), SEQ)
+
+
+def test_documents_are_numbered_and_their_first_tokens_are_no_targets() -> None:
+    """Token 9 ends a document; the label behind it belongs to another one."""
+    tokens = np.array([1, 2, 9, 3, 4, 9, 9, 5, 6, 7, 8, 1, 2], np.uint16)
+    (batch,) = EvaluationSet(tokens, 12, end_of_text=9).micro_batches(0, 0, 1, 1, 1)
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 3, 3]]
+    assert batch[0].tolist() == [tokens[:-1].tolist()]
+    assert batch[1].tolist() == [[2, 9, IGNORE, 4, 9, IGNORE, IGNORE, 6, 7, 8, 1, 2]]
+    (plain,) = EvaluationSet(tokens, 12).micro_batches(0, 0, 1, 1, 1)
+    assert documents_of(plain) is None
+    assert plain[1].tolist() == [tokens[1:].tolist()]

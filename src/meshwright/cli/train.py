@@ -40,6 +40,9 @@ def train_command(
     tokenizer: Annotated[str | None, typer.Option(help="Hugging Face tokenizer; default: trained on the text.")] = None,
     pretrained: Annotated[str | None, typer.Option(help="Hugging Face folder whose weights to start from.")] = None,
     max_text_bytes: Annotated[int | None, typer.Option(help="How much of the standard library to read.")] = None,
+    separate_documents: Annotated[
+        bool, typer.Option("--separate-documents", help="Documents that share a sequence don't see each other.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Train a plan: starts its own ranks, or takes its place among those of torchrun or Slurm."""
@@ -51,6 +54,7 @@ def train_command(
         "eval_samples": eval_samples, "save_every": save_every, "keep": keep, "tokenizer": tokenizer,
         "pretrained": pretrained, "max_text_bytes": max_text_bytes,
         "loss_scale": None if loss_scale is None else _settings("--loss-scale", loss_scale),
+        "separate_documents": separate_documents or None,
     }  # fmt: skip
     changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     run, old = RunFolder(out), {}

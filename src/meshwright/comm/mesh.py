@@ -46,7 +46,7 @@ from meshwright.core.axes import (
 from meshwright.core.errors import InputError, RankError
 
 DEFAULT_TIMEOUT_S = 300.0
-MESSAGE_AXES = (PP,)
+MESSAGE_AXES = (PP, CP)
 """Axes along which ranks send to each other."""
 Groups = tuple[tuple[int, ...], ...]
 """Disjoint groups of global ranks, in the order in which every rank creates them."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isqrt
 
+from meshwright.core import rules_context
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
@@ -115,10 +116,7 @@ def _vocab(c: Case) -> str | None:
 def _unbuilt(c: Case) -> str | None:
     """Taken out kind by kind, as they are built."""
     s = c.strategy
-    for name, is_set in (
-        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"context.degree={s.cp}", s.cp > 1),
-    ):
+    for name, is_set in ((f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),):
         if is_set:
             return name
     return None
@@ -354,6 +352,30 @@ RULES = (
     ),
     Rule("tp-vocab", "tp is at most the vocabulary size", "each rank holds at least one row", _vocab),
     Rule(
+        "context-tokens",
+        rules_context.TOKENS,
+        "every rank has equally many tokens of each sequence",
+        lambda c: rules_context.tokens(c.strategy, c.job),
+    ),
+    Rule(
+        "context-tensor",
+        rules_context.KINDS,
+        "the others cut the hidden state, or look at all tokens, in ways that are not joined with it",
+        lambda c: rules_context.kinds(c.strategy, c.model),
+    ),
+    Rule(
+        "ulysses-heads",
+        rules_context.HEADS,
+        "each rank computes whole heads over all tokens",
+        lambda c: rules_context.heads(c.strategy, c.model),
+    ),
+    Rule(
+        "ulysses-kv-heads",
+        rules_context.KV_HEADS,
+        "each rank gets equally many key/value heads, or one copy of one",
+        lambda c: rules_context.kv_heads(c.strategy, c.model),
+    ),
+    Rule(
         "pp-layers",
         "pp, times the stages of a rank, is at most the number of layers",
         "a stage without a layer only adds a hop",
@@ -506,7 +528,7 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
         )
         return sum(max(a, b) / min(a, b) - 1 for a, b in pairs)
 
-    for choices in dict.fromkeys((strategy, whole, plain, usual)):
+    for choices in dict.fromkeys((strategy, whole, *rules_context.nearer(whole), plain, usual)):
         near = min(_legal_degrees(choices, model, cluster, job), key=distance, default=None)
         if near is not None:
             return near

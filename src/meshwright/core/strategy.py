@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate
+from math import lcm
 from pathlib import Path
 from typing import Literal
 
@@ -168,6 +169,12 @@ class Strategy(Value):
         grid = self.grid
         in_s = self.cp * (self.tp if self.sequence == "megatron" else 1)
         return grid.parts(grid.batch_axes), in_s, grid.parts(grid.hidden_axes)
+
+    @property
+    def token_parts(self) -> int:
+        """What the tokens of a sequence must be a multiple of, so that ranks can divide them."""
+        pieces = 2 * self.cp if self.cp > 1 and self.context.balance == "zigzag" else 1
+        return lcm(self.hidden_parts[1], pieces)
 
     @property
     def dp_local(self) -> int:

@@ -14,7 +14,8 @@ Per layer and token, in elements (h hidden, a query heads, g key/value heads, d 
     experts instead of an MLP       1h + E logits + k·(2h + 3f/t) and a few numbers; with the shared experts' 3f/t
 
 with RMSNorm and SwiGLU:  4h + 2(a+g)d/t + 3f/t + a/t + 2. Biases, rotary positions and dropout (there is none) add
-nothing; a score matrix s² is never kept (flash attention). Tensors of hidden size are whole on every tp rank: the input
+nothing; a score matrix s² is never kept (flash attention), but for ring self-attention's rows, b·a·s²/cp. Of c = cp
+ranks each keeps these terms of s/c tokens. Tensors of hidden size are whole on every tp rank: the input
 of a column-parallel region is not copied, and the all-reduced output is kept by nobody. With sequence="megatron" they,
 and the norms' statistics, are of 1/t of the tokens: (4h + 2 + 2(a+g)d + 3f + a)/t, everything divided.
 
@@ -86,7 +87,7 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
         return largest_part(spec, dim, size, strategy.tp)
 
     return _Sizes(
-        tokens=b * s,
+        tokens=b * s // strategy.cp,
         between=b * s // strategy.hidden_parts[1],
         hidden=spec.hidden_size,
         heads=local("heads", spec.heads_size) // spec.head_dim,
@@ -175,8 +176,8 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
         z.hidden_state("attention input"),
         *(qk_norm if spec.qk_norm else []),
         z.kept("q", q),
-        z.kept("k", kv),
-        z.kept("v", kv),
+        z.kept("k", _exchanged_kv(strategy, z)),
+        z.kept("v", _exchanged_kv(strategy, z)),
         *recomputed_core_terms(spec, strategy, b, s),
         *mlp_half_terms(spec, strategy, b, s, layer),
     ]
@@ -185,7 +186,18 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
 def recomputed_core_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """Of :func:`layer_terms`, what selective recompute does not keep: what comes out of attention's core."""
     z = _sizes(spec, strategy, b, s)
-    return [z.kept("attention output", z.heads * z.head_dim), z.statistics("log-sum-exp", z.heads)]
+    output, kind = z.kept("attention output", z.heads * z.head_dim), strategy.context.kind
+    if strategy.cp > 1 and kind == "ring-self-attention":
+        return [output, z.kept("probabilities", z.heads * s)]
+    on_its_way = [replace(output, name="attention output on its way")] if strategy.cp > 1 and kind == "ulysses" else []
+    return [output, *on_its_way, z.statistics("log-sum-exp", z.heads)]
+
+
+def _exchanged_kv(strategy: Strategy, z: _Sizes) -> int:
+    """Elements of k, or v, per token. Ulysses keeps them as attention sees them: of all ranks' tokens fewer heads, as
+    many in all, unless ranks exceed the heads and each is repeated."""
+    is_repeated = strategy.cp > 1 and strategy.context.kind == "ulysses"
+    return (max(z.kv_heads, strategy.cp) if is_repeated else z.kv_heads) * z.head_dim
 
 
 def layer_input_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:

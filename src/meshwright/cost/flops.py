@@ -22,6 +22,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
+from meshwright.cost.context import score_share
 
 NARAYANAN = "Narayanan et al. 2021, appendix"
 GQA = "Ainslie et al. 2023, §2.2"
@@ -182,17 +183,20 @@ def _scores(terms: Iterable[FlopTerm]) -> int:
 
 
 def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, causal: bool = True) -> StageFlops:
-    """What the step-time model prices: FLOPs that rank 0 of the tp axis computes on a stage.
+    """What the step-time model prices: FLOPs that rank 0 of the tp axis computes on a stage; of the ranks of a cp axis
+    the one with most scores.
 
     Causal by default: the attention kernels leave out the masked half.
     """
-    tokens = strategy.micro_batch_size * job.seq_length
+    tokens = strategy.micro_batch_size * job.seq_length // strategy.cp
     layers = strategy.stage_layers(spec.num_layers)[stage]
     terms = layers_forward_terms(spec, layers, job.seq_length, causal=causal, tp=strategy.tp)
-    scores = _scores(terms)
+    even = _scores(terms)
+    scores = round(even * score_share(strategy, job.seq_length)) if causal else even
     _, is_last = strategy.stage_ends(stage)
     head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if is_last else 0
-    return StageFlops(layers=tokens * total_flops(terms), head=tokens * head, scores=tokens * scores)
+    work = total_flops(terms) - even + scores
+    return StageFlops(layers=tokens * work, head=tokens * head, scores=tokens * scores)
 
 
 # --- utilisation, and closed forms to check against --------------------------------------------------------

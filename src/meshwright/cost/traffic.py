@@ -16,6 +16,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_replicas
 from meshwright.core.sharding import Level, sharding
 from meshwright.core.strategy import Strategy
+from meshwright.cost import context
 from meshwright.cost.experts import add_router_traffic, add_tensor_traffic
 
 SCALAR_BYTES = 8
@@ -53,6 +54,8 @@ def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Itera
     for stage in stages:
         _tensor(total, model, job, strategy, stage)
         _pipeline(total, model, job, strategy, stage)
+        num_layers = len(strategy.stage_layers(model.num_layers)[stage])
+        context.add_attention(total, model, job, strategy, num_layers)
     return total
 
 
@@ -114,7 +117,7 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
             add("all_reduce", phase, times)
     add_tensor_traffic(total, model, job, strategy, stage, whole)
     if is_last:
-        tokens = strategy.micro_batch_size * job.seq_length * strategy.recipe.statistic_bytes
+        tokens = strategy.micro_batch_size * (job.seq_length // strategy.cp) * strategy.recipe.statistic_bytes
         total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)
         total.add("all_reduce", TP, "forward", job.num_loss_sums * tokens, strategy.tp, m)
 

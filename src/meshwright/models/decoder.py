@@ -14,16 +14,22 @@ Shapes: b sequences, s tokens, h hidden, a query heads, g key/value heads, d hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.core.batch import Places
 from meshwright.core.model import ModelSpec
+from meshwright.models.documents import document_mask, position_ids
 from meshwright.models.experts import MoE
 from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
 from meshwright.models.rope import Rope
+
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q, k, v) → what attention gives, of sequences whose places it knows."""
 
 
 class RMSNorm(nn.Module):
@@ -91,12 +97,15 @@ class Projections(nn.Module):
 class AttentionCore(nn.Module):
     """What attention does without weights: softmax(q·kᵀ/√d)·v under the causal mask. Other cores may take its place.
 
-    q [b, a, s, d] and k, v [b, g, s, d] → [b, a, s, d].
+    q [b, a, s, d] and k, v [b, g, s, d] → [b, a, s, d]. Of several documents in a sequence each sees itself alone.
     """
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if places is None or places.documents is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mask = document_mask(places.documents).unsqueeze(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 class Attend(nn.Module):
@@ -105,7 +114,7 @@ class Attend(nn.Module):
     q [b, a, s, d] and k, v [b, g, s, d] → [b, s, h].
     """
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: nn.Module, o: nn.Module) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, o: nn.Module) -> torch.Tensor:
         return o(core(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -126,14 +135,16 @@ class Attention(nn.Module):
         self.attend = Attend()
         self.o = _linear(spec.heads_size, spec.hidden_size, spec.out_bias, device, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places | None = None) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x, self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            cos, sin = self.rope(q.shape[1], q.device, q.dtype)
+            at = () if places is None else (places.positions,)
+            cos, sin = self.rope(q.shape[1], q.device, q.dtype, *at)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.core, self.o)
+        core = self.core if places is None else partial(self.core, places=places)
+        return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core, self.o)
 
 
 def _activate(kind: str, x: torch.Tensor) -> torch.Tensor:
@@ -187,8 +198,8 @@ class DecoderLayer(nn.Module):
         self.attention_dropout = nn.Identity()
         self.mlp_dropout = nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), places))
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -225,24 +236,26 @@ class Decoder(nn.Module):
         biases = {param.name for param in self.spec.router_biases()}
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in biases)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places | None = None) -> torch.Tensor:
         """Logits [b, s, V], or hidden states [b, s, h] where the head was cut away.
 
         Args:
             x: token ids [b, s], or hidden states [b, s, h] where the embedding was cut away.
+            places: which documents share a sequence, and where in it the tokens stand that are here; None: each
+                sequence is here as a whole, and is one document.
 
         Raises:
             InputError: s is more than the learned positions.
             UnsupportedError: s is more than the sliding window.
         """
-        self.spec.check_length(x.shape[1])
+        self.spec.check_length(x.shape[1] if places is None else places.length)
         if self.embedding is not None:
-            x = self.embedding(x)
+            tokens, x = x, self.embedding(x)
             if self.positions is not None:
-                x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+                x = x + self.positions(position_ids(tokens.shape[1], x.device, places))
             x = self.embedding_dropout(x)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x) if places is None else layer(x, places)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.head is None else self.head(x)

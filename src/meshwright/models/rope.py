@@ -29,7 +29,8 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 class Rope(nn.Module):
-    """cos and sin for positions 0 to s−1. Made on first use, so that a model can be built without storage."""
+    """cos and sin for positions 0 to s−1, or for those of the tokens that are here. Made on first use, so that a model
+    can be built without storage."""
 
     cos: torch.Tensor | None
     sin: torch.Tensor | None
@@ -39,16 +40,28 @@ class Rope(nn.Module):
         self.spec = spec
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
+        self._positions: torch.Tensor | None = None
+        """Those of the tables; None: 0 to s−1."""
 
-    def forward(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos [length, 1, head_dim] and sin [length, 1, head_dim/2]."""
-        if self.cos is None or len(self.cos) < length or self.cos.device != device or self.cos.dtype != dtype:
-            self.cos, self.sin = self._tables(length, device, dtype)
+    def forward(
+        self, length: int, device: torch.device, dtype: torch.dtype, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos [length, 1, head_dim] and sin [length, 1, head_dim/2].
+
+        Args:
+            length: tokens of a sequence that are here.
+            positions: [length], where they stand in it; None: from 0 on. The same tensor has the same tables.
+        """
+        known = self.cos is not None and self._positions is positions and len(self.cos) >= length
+        if not known or self.cos.device != device or self.cos.dtype != dtype:
+            self._positions = positions
+            at = torch.arange(length, device=device) if positions is None else positions
+            self.cos, self.sin = self._tables(at, dtype)
         return self.cos[:length], self.sin[:length]
 
     @torch.no_grad()
-    def _tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(length, device=device, dtype=torch.float32)
+    def _tables(self, at: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        positions, device = at.to(torch.float32), at.device
         angles = torch.outer(positions, inverse_frequencies(self.spec).to(device)).unsqueeze(1)
         cos = angles.cos()
         return torch.cat((cos, cos), dim=-1).to(dtype), angles.sin().to(dtype)

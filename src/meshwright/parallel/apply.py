@@ -1,9 +1,9 @@
 """The composition, in one visible order:
 
-cut → shard → drop → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
+cut → share tokens → shard → drop → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
 
-plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ dropout.apply ─▶ states (placements) ─▶ direct.apply ─▶ tiling.apply ─▶
-recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner (─▶ EndlessPipeline)
+plain model ─▶ pipeline.cut ─▶ context.apply ─▶ tensor.apply ─▶ dropout.apply ─▶ states (placements) ─▶ direct.apply ─▶
+tiling.apply ─▶ recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner (─▶ EndlessPipeline)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import DP, PP, PP_MIRROR, TP, WORLD
+from meshwright.core.axes import CP, DP, PP, PP_MIRROR, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
@@ -27,6 +27,8 @@ from meshwright.core.strategy import Strategy
 from meshwright.parallel import direct, dropout, pipeline, recompute, tensor, tiling
 from meshwright.parallel.asynchronous import EndlessPipeline, Update
 from meshwright.parallel.census import ActivationCensus
+from meshwright.parallel.context import apply as context
+from meshwright.parallel.context.share import Cutter, Share
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.dropout import Masks
 from meshwright.parallel.gather import Gatherer
@@ -77,6 +79,7 @@ class ParallelModel:
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
+        context.apply(model, strategy.context, mesh[CP])
         self.routers = _routers(model, spec, strategy, mesh)
         """Of a mixture of experts."""
         tensor.apply(model, spec, mesh[TP], strategy.sequence)
@@ -111,6 +114,7 @@ class ParallelModel:
         if strategy.pipeline_schedule.is_asynchronous:
             self.endless = EndlessPipeline(self.runner, self.states, self.reducer, strategy, mesh[PP].index)
         self._model = model
+        self._cutter = Cutter(mesh[CP], strategy.context.balance)
         self._num_sequences = 0
         """Of this step, over all ranks, that were trained on."""
         self.runner.on_micro_batch = self.masks.enter
@@ -135,7 +139,8 @@ class ParallelModel:
             loss += model.forward_backward(second, num_tokens=num_tokens)
 
         Args:
-            micro_batches: this dp rank's (tokens [b, s], labels [b, s]); the same on all its tp and pp ranks.
+            micro_batches: this dp rank's (tokens [b, s], labels [b, s]), of whole sequences; the same on all its cp, tp
+                and pp ranks.
             num_tokens: counted tokens of the whole step over all ranks; None: those of this call.
             reduce: sum the accumulated gradients over the ranks at the end; False on all but the last
                 call of a step.
@@ -157,18 +162,18 @@ class ParallelModel:
             raise InputError(
                 "gradients were already reduced; call the optimizer's step before the next forward_backward"
             )
-        row = self._row(len(micro_batches), trains=True, reduce=reduce)
-        totals = self.count_step(micro_batches)
+        row, shares = self._row(len(micro_batches), trains=True, reduce=reduce), self._cutter.cut(micro_batches)
+        totals = self.count_step(shares)
         counted = totals[0] if num_tokens is None else num_tokens
         scale = 1.0 / counted.clamp(min=1)
         loss_gradient = scale if loss_scale is None else scale * loss_scale
         with self._dropping(micro_batches):
             if self.routers is None:
-                loss = self.runner.run(row, micro_batches, loss_gradient)
+                loss = self.runner.run(row, shares, loss_gradient)
             else:
-                self._check_routed(micro_batches, is_whole=num_tokens is None and reduce)
+                self._check_routed(shares, is_whole=num_tokens is None and reduce)
                 with self.routers.training(totals[2:], 1.0 if loss_scale is None else loss_scale):
-                    loss = self.runner.run(row, micro_batches, loss_gradient)
+                    loss = self.runner.run(row, shares, loss_gradient)
                 self.routers.sum_statistics()
         self._pending_reduction = reduce
         return loss * scale
@@ -183,7 +188,7 @@ class ParallelModel:
         """One step of an asynchronous schedule; what it leaves under way ends in later steps, or in `finish`.
 
         Args:
-            micro_batches: this dp rank's; the same on all its tp and pp ranks.
+            micro_batches: this dp rank's; the same on all its cp, tp and pp ranks.
             learning_rate: of their updates, whenever these are.
             update: changes the rank's weights by its summed gradients.
 
@@ -192,16 +197,17 @@ class ParallelModel:
             counted tokens.
         """
         assert self.endless is not None
-        counted = self._count_by_update(micro_batches)
-        together = len(micro_batches) // len(counted)
+        shares = self._cutter.cut(micro_batches)
+        counted = self._count_by_update(shares)
+        together = len(shares) // len(counted)
         scales = 1.0 / counted.clamp(min=1)
-        loss = self.endless.step(micro_batches, list(scales.repeat_interleave(together)), learning_rate, update)
+        loss = self.endless.step(shares, list(scales.repeat_interleave(together)), learning_rate, update)
         return loss / counted.sum().clamp(min=1)
 
-    def _count_by_update(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Counted tokens over all dp ranks of the micro-batches of each update, float64 [updates of a step]."""
+    def _count_by_update(self, shares: Sequence[Share]) -> torch.Tensor:
+        """Counted tokens over all dp and cp ranks of the micro-batches of each update, float64 [updates of a step]."""
         num_updates = self.strategy.num_updates
-        counted = torch.stack([(labels != IGNORE).sum() for _, labels in micro_batches])
+        counted = torch.stack([(share.labels != IGNORE).sum() for share in shares])
         total = counted.view(num_updates, -1).sum(1).to(self.mesh.device, torch.float64)
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[self.strategy.data_axis])
@@ -211,8 +217,9 @@ class ParallelModel:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, counted tokens) over these micro-batches of all ranks; every rank returns them."""
         row = self._row(len(micro_batches), trains=False, reduce=False)
-        tokens = self.count_tokens(micro_batches)
-        loss = self.runner.run(row, micro_batches, torch.ones_like(tokens))
+        shares = self._cutter.cut(micro_batches)
+        tokens = self.count_step(shares)[0]
+        loss = self.runner.run(row, shares, torch.ones_like(tokens))
         with self.mesh.ledger.phase("evaluate"):
             return all_reduce(self.own_loss(loss).clone(), self.mesh[WORLD]), tokens
 
@@ -263,23 +270,23 @@ class ParallelModel:
 
         Raises InputError where ranks bring different numbers of micro-batches and ZeRO-2 or 3 reduces after each.
         """
-        return self.count_step(micro_batches)[0]
+        return self.count_step(self._cutter.cut(micro_batches))[0]
 
-    def count_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """(counted tokens, micro-batches) over all dp ranks; of a mixture (.., all tokens, sequences) too."""
-        counted = sum((labels != IGNORE).sum() for _, labels in micro_batches)
+    def count_step(self, shares: Sequence[Share]) -> torch.Tensor:
+        """(counted tokens, micro-batches) over all dp and cp ranks; of a mixture (.., all tokens, sequences) too."""
+        counted = sum((share.labels != IGNORE).sum() for share in shares)
         total = torch.zeros(2 if self.routers is None else 4, dtype=torch.float64, device=self.mesh.device)
-        total[0], total[1] = counted, len(micro_batches)
+        total[0], total[1] = counted, len(shares)
         if self.routers is not None:
-            total[2] = sum(tokens.numel() for tokens, _ in micro_batches)
-            total[3] = sum(len(tokens) for tokens, _ in micro_batches)
+            total[2] = sum(share.tokens.numel() for share in shares)
+            total[3] = sum(len(share.tokens) for share in shares)
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[self.strategy.data_axis])
         if self.strategy.reduces_each and total.is_cpu:  # elsewhere the host would wait; a rank that is late is named
-            self._check_micro_batches(len(micro_batches), int(total[1]))
+            self._check_micro_batches(len(shares), int(total[1]))
         return total
 
-    def _check_routed(self, micro_batches: Sequence[MicroBatch], *, is_whole: bool) -> None:
+    def _check_routed(self, shares: Sequence[Share], *, is_whole: bool) -> None:
         """A loss of routers is of a whole step, whose size and, over the batch, whose loads it must know."""
         gate, schedule = self.spec.gate, self.strategy.schedule
         if gate.has_losses and not is_whole:
@@ -288,9 +295,9 @@ class ParallelModel:
                 "micro-batches in one call of forward_backward"
             )
         over_batch = gate.balance_loss > 0 and gate.balance_over == "batch"
-        if over_batch and len(micro_batches) > 1 and not self.strategy.forwards_first:
+        if over_batch and len(shares) > 1 and not self.strategy.forwards_first:
             raise InputError(
-                f"{len(micro_batches)} micro-batches with schedule=`{schedule}` and a balance loss over the batch, "
+                f"{len(shares)} micro-batches with schedule=`{schedule}` and a balance loss over the batch, "
                 "which needs every forward before the first backward; take one, gpipe, or balance_over=sequence"
             )
 
@@ -325,8 +332,9 @@ class ParallelModel:
 
 
 def _hidden_shape(spec: ModelSpec, strategy: Strategy) -> Callable[[torch.Size], tuple[int, int, int]]:
-    """Tokens [b, s] of a micro-batch → this rank's part of its hidden state."""
+    """This rank's tokens [b, s/cp] of a micro-batch → its part of the hidden state."""
     in_b, in_s, in_h = strategy.hidden_parts
+    in_s //= strategy.cp
     return lambda tokens: (tokens[0] // in_b, tokens[1] // in_s, spec.hidden_size // in_h)
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.core.batch import MicroBatch
 from meshwright.core.program import Action, Kind
 from meshwright.core.strategy import Strategy
+from meshwright.parallel.context.share import Share
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.pipeline import StageRunner, UnderWay
 from meshwright.parallel.states import FlatStates
@@ -48,7 +48,7 @@ class EndlessPipeline:
         schedule = strategy.pipeline_schedule
         self.versions = WeightVersions(states, schedule.num_versions(self._size, rank))
         self._version = version_of(schedule, self._size)
-        self._micro_batches: dict[int, MicroBatch] = {}
+        self._micro_batches: dict[int, Share] = {}
         self._loss_gradients: dict[int, torch.Tensor] = {}
         self._rates: dict[int, float] = {}
         self._step = UnderWay(self._micro_batches, self._loss_gradients, self._size.num_ranks + 1)
@@ -61,7 +61,7 @@ class EndlessPipeline:
 
     def step(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Share],
         loss_gradients: Sequence[torch.Tensor],
         learning_rate: float,
         update: Update,

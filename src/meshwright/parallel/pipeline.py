@@ -27,10 +27,10 @@ from meshwright.comm.collectives import Work
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.core.axes import PP
-from meshwright.core.batch import MicroBatch
 from meshwright.core.model import ModelSpec
 from meshwright.core.program import Action, Kind
 from meshwright.core.strategy import Strategy
+from meshwright.parallel.context.share import Share
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.products import Product, Products
@@ -101,7 +101,7 @@ class _InFlight:
 class UnderWay:
     """One run over a row, or over parts of one: its micro-batches, and what is under way by (stage, micro-batch)."""
 
-    micro_batches: Mapping[int, MicroBatch]
+    micro_batches: Mapping[int, Share]
     loss_gradients: Mapping[int, torch.Tensor]
     """What backward of each micro-batch's loss sum starts with."""
     num_tags: int
@@ -120,7 +120,7 @@ class StageRunner:
         stages: number → module, as :func:`split` returns them.
         loss: (logits, labels) → sum of the counted tokens' losses; called on the last stage.
         products: where linear layers leave their weight gradients.
-        hidden_shape: tokens' shape [b, s] → shape of this rank's part of a boundary tensor.
+        hidden_shape: shape [b, n] of this rank's tokens → shape of its part of a boundary tensor.
         dtype: of the boundary tensors.
     """
 
@@ -166,9 +166,7 @@ class StageRunner:
             Kind.REDUCE: lambda step, action: self._reducer.finish(action.stage),
         }
 
-    def run(
-        self, row: Sequence[Action], micro_batches: Sequence[MicroBatch], loss_gradient: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, row: Sequence[Action], micro_batches: Sequence[Share], loss_gradient: torch.Tensor) -> torch.Tensor:
         """Carry out `row`. Returns the sum of losses where the last stage stands, zero elsewhere (float64 scalar).
 
         Args:
@@ -204,18 +202,18 @@ class StageRunner:
         return total
 
     def _boundary(self, step: UnderWay, micro_batch: int) -> torch.Tensor:
-        tokens = step.micro_batches[micro_batch][0]
+        tokens = step.micro_batches[micro_batch].tokens
         return torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=tokens.device)
 
     def _forward(self, step: UnderWay, action: Action) -> None:
         stage, k, trains = self._stages[action.stage], action.micro_batch, torch.is_grad_enabled()
         self.on_micro_batch(k)
-        tokens, labels = step.micro_batches[k]
+        share = step.micro_batches[k]
         flight = step.in_flight.setdefault((action.stage, k), _InFlight())
         with self._mesh.ledger.phase("forward"), self._gatherer.forward(action.stage):
-            out = stage.module(tokens if flight.into is None else flight.into)
+            out = stage.module(share.tokens if flight.into is None else flight.into, *share.further)
             if stage.after is None:
-                out = self._loss(out, labels)
+                out = self._loss(out, share.labels)
                 step.losses.append(out.detach())
         flight.edge = get_gradient_edge(out) if out.requires_grad else None
         if stage.after is None:

@@ -25,35 +25,50 @@ from torch import nn
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import PP
+from meshwright.core.batch import Places
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.tensor import RowParallelLinear
 
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q, k, v) → what attention gives."""
 Again = Callable[[], AbstractContextManager[None]]
 
 
 class _Recompute(torch.autograd.Function):
-    """Runs `layer` without a graph; backward runs it again with one. Parameters collect their gradients there.
+    """Runs `layers` without a graph; backward runs it again with one. Parameters collect their gradients there.
 
     `anchor` is any tensor that requires a gradient: an input that does not (behind frozen layers) has a backward too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: nn.Module, ledger: Ledger, again: Again
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        layers: nn.Sequential,
+        ledger: Ledger,
+        again: Again,
+        places: Places | None,
     ) -> torch.Tensor:
-        ctx.layer, ctx.ledger, ctx.again = layer, ledger, again
+        ctx.layers, ctx.ledger, ctx.again, ctx.places = layers, ledger, again, places
         ctx.save_for_backward(x)
         with torch.no_grad():
-            return layer(x)
+            return _run(layers, x, places)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad(), ctx.ledger.phase("recompute"), ctx.again():
-            y = ctx.layer(x)
+            y = _run(ctx.layers, x, ctx.places)
         torch.autograd.backward(y, grads[0])
-        return x.grad, None, None, None, None
+        return x.grad, None, None, None, None, None
+
+
+def _run(layers: nn.Sequential, x: torch.Tensor, places: Places | None) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x) if places is None else layer(x, places)
+    return x
 
 
 class Recomputed(nn.Module):
@@ -66,11 +81,11 @@ class Recomputed(nn.Module):
         self.again = again
         self.anchor = torch.empty(0, requires_grad=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._recomputed(x) if torch.is_grad_enabled() else self.layers(x)
+    def forward(self, x: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+        return self._recomputed(x, places) if torch.is_grad_enabled() else _run(self.layers, x, places)
 
-    def _recomputed(self, x: torch.Tensor) -> torch.Tensor:
-        return _Recompute.apply(x, self.anchor, self.layers, self.ledger, self.again)
+    def _recomputed(self, x: torch.Tensor, places: Places | None) -> torch.Tensor:
+        return _Recompute.apply(x, self.anchor, self.layers, self.ledger, self.again, places)
 
 
 class _CoreThenRows(torch.autograd.Function):
@@ -83,7 +98,7 @@ class _CoreThenRows(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         weight: torch.Tensor,
-        core: nn.Module,
+        core: Core,
         o: RowParallelLinear,
         ledger: Ledger,
     ) -> torch.Tensor:
@@ -120,7 +135,7 @@ class SelectiveAttend(nn.Module):
         self.ledger = ledger
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: nn.Module, o: RowParallelLinear
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, o: RowParallelLinear
     ) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return o(_joined(core(q, k, v)))

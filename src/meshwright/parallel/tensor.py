@@ -141,7 +141,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class TokenParallelPositions(nn.Module):
-    """Learned positions of this rank's tokens. Numbers [s/t], counted from the first of them → [s/t, h]."""
+    """Learned positions of this rank's tokens. Numbers [.., s] of all tokens → [.., s/t, h]."""
 
     def __init__(self, plain: nn.Embedding, axis: Axis) -> None:
         super().__init__()
@@ -149,7 +149,8 @@ class TokenParallelPositions(nn.Module):
         self.axis = axis
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-        return F.embedding(numbers + self.axis.index * len(numbers), self.weight)
+        own = numbers.unflatten(-1, (self.axis.size, -1)).select(-2, self.axis.index)
+        return F.embedding(own.clone(), self.weight)
 
 
 def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind = "none") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.core.batch import IGNORE, MicroBatch
+from meshwright.core.batch import IGNORE, MicroBatch, documents_of
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
@@ -48,8 +48,10 @@ def check_micro_batches(
     """
     if not micro_batches:
         raise InputError("no micro-batches were given; give at least one")
-    for index, (tokens, labels) in enumerate(micro_batches):
+    for index, micro_batch in enumerate(micro_batches):
+        tokens, labels = micro_batch
         _check_form(index, tokens, labels, spec)
+        _check_documents(index, tokens, documents_of(micro_batch))
         if tokens.shape[1] % token_parts:
             filled = -(-tokens.shape[1] // token_parts) * token_parts
             raise InputError(
@@ -76,6 +78,22 @@ def _check_form(index: int, tokens: torch.Tensor, labels: torch.Tensor, spec: Mo
             "[sequences, tokens], and not empty"
         )
     spec.check_length(tokens.shape[1])
+
+
+def _check_documents(index: int, tokens: torch.Tensor, documents: torch.Tensor | None) -> None:
+    """On a GPU their values are not looked at."""
+    if documents is None:
+        return
+    if documents.shape != tokens.shape or documents.dtype != torch.int64:
+        raise InputError(
+            f"documents of micro-batch {index} are {documents.dtype} {list(documents.shape)}; whole numbers (int64) "
+            f"{list(tokens.shape)} are needed, one for each token"
+        )
+    if documents.device.type == "cpu" and bool((documents[:, 1:] < documents[:, :-1]).any()):
+        raise InputError(
+            f"documents of micro-batch {index} go back to a lower number; a document is one run of tokens, so number "
+            "them in order"
+        )
 
 
 def _out_of_range(tokens: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Engine:
         self.optimizer.sync_master()
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor | None:
-        return check_micro_batches(micro_batches, self.plan.model, self.plan.strategy.hidden_parts[1])
+        return check_micro_batches(micro_batches, self.plan.model, self.plan.strategy.token_parts)
 
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Counted tokens of these micro-batches over all dp ranks."""

@@ -22,6 +22,8 @@ class TrainOptions(Value):
     """How much of the standard library is read."""
     tokenizer: str | None = Field(default=None, min_length=1)
     """A Hugging Face tokenizer; None: that of `pretrained`, else a byte-level BPE is trained on the text."""
+    separate_documents: bool = False
+    """Documents that share a sequence don't see each other; otherwise a sequence is one text."""
     steps: int = Field(default=100, gt=0)
     learning_rate: float = Field(default=1e-3, gt=0)
     """At its peak."""

@@ -67,8 +67,10 @@ class Training:
         self.is_main = self.mesh.rank == 0
         data = load_prepared(run.data)
         job = plan.job
-        self.dataset = PackedDataset(data.train_tokens(), job.seq_length, job.global_batch_size, options.seed)
-        self.evaluation = EvaluationSet(data.eval_tokens(), job.seq_length, options.eval_samples)
+        end = data.end_of_text if options.separate_documents else None
+        tokens, batch = data.train_tokens(), job.global_batch_size
+        self.dataset = PackedDataset(tokens, job.seq_length, batch, options.seed, end_of_text=end)
+        self.evaluation = EvaluationSet(data.eval_tokens(), job.seq_length, options.eval_samples, end_of_text=end)
         self.engine = parallelize(
             build(plan.model),
             plan,

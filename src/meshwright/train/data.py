@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshwright.core.batch import IGNORE, MicroBatch
+from meshwright.core.batch import IGNORE, MicroBatch, PackedBatch
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted
 
@@ -29,12 +29,15 @@ TokenArray = npt.NDArray[np.integer[Any]]
 class _Samples:
     """Windows of a flat token array. Sample i is tokens [i·s, i·s + s]: inputs and shifted labels."""
 
-    def __init__(self, tokens: TokenArray, seq_length: int, mask: npt.NDArray[np.bool_] | None) -> None:
+    def __init__(
+        self, tokens: TokenArray, seq_length: int, mask: npt.NDArray[np.bool_] | None, end_of_text: int | None
+    ) -> None:
         if mask is not None and mask.shape != tokens.shape:
             raise InputError(f"mask of {mask.size:,} entries for {tokens.size:,} tokens; one entry per token is needed")
         self.tokens = tokens
         self.seq_length = seq_length
         self.mask = mask
+        self.end_of_text = end_of_text
         self.num_samples = max(0, tokens.size - 1) // seq_length
 
     def micro_batch(self, samples: npt.NDArray[np.int64]) -> MicroBatch:
@@ -46,8 +49,14 @@ class _Samples:
                 window = slice(sample * self.seq_length, (sample + 1) * self.seq_length + 1)
                 rows[row] = self.tokens[window]
                 targets[row] = True if self.mask is None else self.mask[window]
-        labels = np.where(targets[:, 1:], rows[:, 1:], IGNORE)
-        return torch.from_numpy(np.ascontiguousarray(rows[:, :-1])), torch.from_numpy(labels)
+        is_end = rows[:, :-1] == self.end_of_text if self.end_of_text is not None else np.zeros((), np.bool_)
+        labels = torch.from_numpy(np.where(targets[:, 1:] & ~is_end, rows[:, 1:], IGNORE))
+        inputs = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
+        if self.end_of_text is None:
+            return inputs, labels
+        documents = np.zeros(inputs.shape, np.int64)
+        documents[:, 1:] = is_end[:, :-1].cumsum(axis=1)
+        return PackedBatch(inputs, labels, torch.from_numpy(documents))
 
 
 class PackedDataset:
@@ -59,6 +68,8 @@ class PackedDataset:
         global_batch_size: samples per step, over all ranks.
         seed: of the order.
         mask: [num_tokens] bool, False where a token is no target (its label is IGNORE).
+        end_of_text: the token that ends a document. Where it is given, micro-batches say which document each token is
+            of, so that none sees another; and a document's first token is no target. None: a sequence is one document.
 
     Raises:
         InputError: fewer tokens than one global batch needs.
@@ -71,9 +82,10 @@ class PackedDataset:
         global_batch_size: int,
         seed: int,
         mask: npt.NDArray[np.bool_] | None = None,
+        end_of_text: int | None = None,
     ) -> None:
         check_enough_tokens(tokens.size, seq_length, global_batch_size)
-        self._samples = _Samples(tokens, seq_length, mask)
+        self._samples = _Samples(tokens, seq_length, mask, end_of_text)
         self.seq_length = seq_length
         self.global_batch_size = global_batch_size
         self.seed = seed
@@ -107,7 +119,8 @@ class PackedDataset:
         """What data-parallel rank `dp_index` of `dp` trains on in step `step`.
 
         Returns:
-            `num_micro_batches` pairs (tokens, labels), each [micro_batch_size, seq_length] int64.
+            `num_micro_batches` pairs (tokens, labels), each [micro_batch_size, seq_length] int64; with `end_of_text`
+            as :class:`~meshwright.core.batch.PackedBatch`.
 
         Raises:
             InputError: dp × num_micro_batches × micro_batch_size is not the global batch size.
@@ -147,7 +160,7 @@ class EvaluationSet:
     is the same for every layout.
 
     Args:
-        tokens, seq_length, mask: as for :class:`PackedDataset`.
+        tokens, seq_length, mask, end_of_text: as for :class:`PackedDataset`.
         max_samples: use only the first samples.
 
     Raises:
@@ -160,9 +173,10 @@ class EvaluationSet:
         seq_length: int,
         max_samples: int | None = None,
         mask: npt.NDArray[np.bool_] | None = None,
+        end_of_text: int | None = None,
     ) -> None:
         check_enough_tokens(tokens.size, seq_length, 1, "evaluation")
-        self._samples = _Samples(tokens, seq_length, mask)
+        self._samples = _Samples(tokens, seq_length, mask, end_of_text)
         self.num_samples = min(self._samples.num_samples, max_samples or self._samples.num_samples)
 
     def num_rounds(self, global_batch_size: int) -> int:

@@ -1,0 +1,58 @@
+"""Puts the attention of a context-parallel rank in the place of the plain one.
+
+    kind                   what is exchanged                    balance matters for      kept besides q, k, v, output
+    ring-self-attention    keys, values                         who works how much       probabilities, s²/P
+    ring                   keys and values                      who works how much       log-sum-exp
+    ulysses                tokens for heads                     nothing                  log-sum-exp
+
+Everything else in a layer works on each token by itself, and runs as it is. Rotary and learned positions are those of
+the whole sequence, because the model is told where its tokens stand (`core.batch.Places`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.comm.mesh import Axis
+from meshwright.core.batch import Places
+from meshwright.core.layouts import Context
+from meshwright.parallel.context import local, ring, ring_self_attention, ulysses
+from meshwright.parallel.context.local import Table
+
+RINGS = {"ring": ring.attention, "ring-self-attention": ring_self_attention.attention}
+
+
+class WholeCore(nn.Module):
+    """Attention of whole sequences: the plain one, and piece by piece where documents share a sequence."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+        if places is None or places.documents is None or q.device.type == "meta":
+            return self.plain(q, k, v)
+        return local.attention(q, k, v, places)
+
+
+class ContextCore(nn.Module):
+    """Attention of a share of each sequence's tokens. q [b, a, n, d], k and v [b, g, n, d] → [b, a, n, d]."""
+
+    def __init__(self, whole: nn.Module, context: Context, axis: Axis) -> None:
+        super().__init__()
+        self.whole, self.context, self.axis = whole, context, axis
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+        assert places is not None
+        table = Table(self.context.balance, self.axis.size, places)
+        if self.context.kind == "ulysses":
+            return ulysses.attention(q, k, v, self.axis, table, self.whole)
+        return RINGS[self.context.kind](q, k, v, self.axis, table)
+
+
+def apply(model: nn.Module, context: Context, axis: Axis) -> None:
+    """Replace every layer's attention core, in place."""
+    for layer in model.layers.values():
+        whole = WholeCore(layer.attention.core)
+        layer.attention.core = whole if axis.size == 1 else ContextCore(whole, context, axis)
