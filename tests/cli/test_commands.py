@@ -12,7 +12,7 @@ import typer
 from meshwright import cli
 from meshwright.cli.main import Command, build_app, find_commands, main
 
-WITHOUT_TORCH = ("plan", "show", "timeline", "what-if")
+WITHOUT_TORCH = ("plan", "show", "timeline", "what-if", "emit")
 COMMANDS = find_commands()
 
 

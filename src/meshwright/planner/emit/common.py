@@ -1,0 +1,79 @@
+"""What all targets share: the result, how flags are written, and what was not said."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
+from meshwright.core.values import Value
+
+Flags = dict[str, str | int | None]
+"""Flag → its value; None for a flag without one."""
+
+FOLLOWS_FROM_CLUSTER = ("ranks_per_node",)
+"""Fields that a plan takes from its cluster: how gloo's collectives go, not a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A plan as a tool takes it."""
+
+    files: dict[str, str]
+    """Name → text."""
+    notes: tuple[str, ...]
+    """What the tool cannot express, or does otherwise."""
+
+
+def left_out(
+    strategy: Strategy, tool: str, said: Collection[str], why: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """One line for each field that is not at its default and was not said.
+
+    Args:
+        tool: how it is called.
+        said: fields that its flags or files express.
+        why: field → what to know about it, in the place of the general words.
+    """
+    for name, field in Strategy.model_fields.items():
+        value = getattr(strategy, name)
+        if name in said or name in FOLLOWS_FROM_CLUSTER or value == field.get_default(call_default_factory=True):
+            continue
+        yield f"{name}={written(value)}: {(why or {}).get(name, f'{tool} has no such choice')}"
+
+
+def written(value: Any) -> str:
+    """A value of a field as it is written behind `--fix`: what is at its default is left out of nested ones."""
+    if isinstance(value, Value):
+        return ",".join(f"{name}:{written(part)}" for name, part in value.model_dump(exclude_defaults=True).items())
+    if isinstance(value, tuple):
+        return ",".join(map(written, value))
+    return str(value)
+
+
+def torchrun_words(plan: Plan) -> list[str]:
+    """`torchrun` and its own flags, the same on every node. `$MASTER` is the first node's address."""
+    cluster = plan.cluster
+    words = ["torchrun", f"--nnodes={cluster.num_nodes}", f"--nproc-per-node={cluster.devices_per_node}"]
+    if cluster.num_nodes == 1:
+        return [*words, "--standalone"]
+    return [*words, "--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER:29500"', "--rdzv-id=meshwright"]
+
+
+def command_line(words: list[str], flags: Flags) -> str:
+    """One flag per line."""
+    lines = [" ".join(words), *(_flag(name, value) for name, value in flags.items())]
+    return " \\\n  ".join(lines) + "\n"
+
+
+def _flag(name: str, value: str | int | None) -> str:
+    return name if value is None else f"{name} {shlex.quote(str(value))}"
+
+
+def script(text: str) -> str:
+    """A shell script that ends at its first failure."""
+    needs_master = ': "${MASTER:?set it to the address of the first node}"\n' if "$MASTER" in text else ""
+    return f"#!/bin/bash\nset -euo pipefail\n{needs_master}{text}"
