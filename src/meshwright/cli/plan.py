@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     from meshwright.core.model import ModelSpec
     from meshwright.planner.balance import Ends
+    from meshwright.planner.objective import Price
     from meshwright.planner.rank import PlanResult
+
+MAX_FRONT = 6
+"""Strategies of the front of time and memory that are printed."""
 
 
 def plan_command(
@@ -35,6 +39,18 @@ def plan_command(
     balance_from: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Cut pipelines by what this run measured of its stages.")
     ] = None,
+    objective: Annotated[
+        str, typer.Option(help="fastest, fewest-gpus, cheapest, longest-context or largest-model.")
+    ] = "fastest",
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the whole run, for cheapest.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one device and hour, for cheapest.")] = None,
+    must: Annotated[list[str] | None, typer.Option(help="Constraint on the strategy, as in tp<=8 or pp>1.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="What a rank may fill, as in 60GB, or 75% of a device's memory.")
+    ] = None,
+    explain_rules: Annotated[
+        bool, typer.Option("--explain-rules", help="Also every rule of thumb: whether it holds, and who says so.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to show.")] = 8,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
 ) -> None:
@@ -42,23 +58,31 @@ def plan_command(
     from meshwright.core.job import Job
     from meshwright.core.sources import cluster_warning, load_cluster, load_model
     from meshwright.planner.fix import parse_fix
-    from meshwright.planner.rank import Options, plan
+    from meshwright.planner.must import limited, parse_must
+    from meshwright.planner.objective import Wanted, best
+    from meshwright.planner.rank import Options
     from meshwright.report.tables import report_console
 
     if out:
         make_ready(out)
-    machines = load_cluster(cluster)
+    machines = load_cluster(cluster) if memory_limit is None else limited(load_cluster(cluster), memory_limit)
     job = Job.parse({"seq_length": seq, "global_batch_size": batch, "optimizer": optimizer}, "job")
     short = {"precision": precision, "zero": zero, "schedule": schedule, "recompute": recompute}
     wanted = parse_fix([*(fix or ()), *(f"{name}={value}" for name, value in short.items() if value is not None)])
     spec = load_model(model)
     ends = _measured_ends(balance_from, spec, wanted) if balance_from else None
-    result = plan(spec, machines, job, wanted, Options(num_ranked=top, ends=ends))
+    options = Options(num_ranked=top, ends=ends, must=parse_must(must or ()))
+    found = best(Wanted(spec, machines, job, wanted, options), objective, _price(tokens, price))
+    result = found.result
     if out:  # before anything is printed: who reads that may stop reading
         with writing(out):
             result.plan.save(out)
     console = report_console()
     _print(console, result)
+    if found.words:
+        console.print(f"{objective}: {found.words}", highlight=False, soft_wrap=True)
+    if explain_rules:
+        _print_rules(console, result)
     if ends is not None:
         console.print(
             f"pipelines are cut by {balance_from}: there the embedding took {ends.first:.2f} and the head "
@@ -71,6 +95,41 @@ def plan_command(
         console.print(f"note: {warning}")
     if out:
         console.print(f"plan written to {out}", soft_wrap=True)
+
+
+def _price(tokens: float | None, price: float | None) -> Price | None:
+    """Raises InputError where one is given without the other."""
+    from meshwright.planner.objective import Price
+
+    if tokens is None and price is None:
+        return None
+    if tokens is None or price is None:
+        raise InputError("--tokens and --price belong together: what the run's tokens cost follows from both")
+    return Price(tokens, price)
+
+
+def _print_rules(console: Console, result: PlanResult) -> None:
+    """The decision table, rule by rule, with the facts that decide."""
+    from meshwright.planner.advise import decision_table
+
+    plan = result.plan
+    console.print("Rules of thumb, one by one", style="bold")
+    for name, holds, advice, source in decision_table(plan.model, plan.cluster, plan.job):
+        says = f": {advice} [{source}]" if advice else ""
+        console.print(f"  {'yes' if holds else 'no ':3} {name}{says}", soft_wrap=True, highlight=False)
+
+
+def _print_front(console: Console, result: PlanResult) -> None:
+    """What less memory costs in time."""
+    from meshwright.core.units import format_bytes, format_time
+
+    if len(result.pareto) < 2:
+        return
+    console.print("Time against memory: no strategy is both faster and smaller than one of these", style="bold")
+    for forecast in result.pareto[:MAX_FRONT]:
+        seconds, held = format_time(forecast.step_time.total_s), format_bytes(forecast.device_bytes)
+        console.print(f"  {seconds:>9}  {held:>8}  {forecast.strategy.describe()}", soft_wrap=True, highlight=False)
+    console.print()
 
 
 def _measured_ends(folder: Path, model: ModelSpec, fixed: Mapping[str, Any]) -> Ends:
@@ -110,4 +169,5 @@ def _print(console: Console, result: PlanResult) -> None:
                 f"  {refusal.rule} ×{refusal.count}, for example: {refusal.example}", soft_wrap=True, highlight=False
             )
         console.print()
+    _print_front(console, result)
     console.print(result.plan.why, highlight=False)

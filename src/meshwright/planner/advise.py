@@ -7,7 +7,7 @@ Advice never refuses: what is legal stands in :mod:`meshwright.core.rules`, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from meshwright.core.axes import MESH_ORDER
 from meshwright.core.cluster import ClusterSpec
@@ -191,3 +191,15 @@ def advise(model: ModelSpec, cluster: ClusterSpec, job: Job) -> list[tuple[str, 
 def describe(rule: AdviceRule) -> str:
     """The advice in words."""
     return rule.advice if rule.offered else f"{rule.advice} (not offered by this version)"
+
+
+def decision_table(model: ModelSpec, cluster: ClusterSpec, job: Job) -> list[tuple[str, bool, str, str]]:
+    """(id, whether it holds, advice, source) of every rule, and first the facts that decide, as rows without source."""
+    known = facts(model, cluster, job)
+    asked = [
+        (field.name.removeprefix("is_").replace("_", " "), getattr(known, field.name))
+        for field in fields(known)
+        if field.name != "is_training"
+    ]
+    answers = [(f"{name}: {value}" if type(value) is int else name, bool(value), "", "") for name, value in asked]
+    return [*answers, *((rule.id, rule.holds(known), describe(rule), rule.source) for rule in ADVICE_RULES)]

@@ -16,6 +16,7 @@ from meshwright.cost.latency import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
 from meshwright.planner.enumerate import Refusal
+from meshwright.planner.interval import interval_s, is_calibrated
 from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.reorder import faster_order
 
@@ -62,6 +63,7 @@ def explain(
     """
     sentences = (
         _verdict(winner, priced, pricer.model, pricer.cluster, pricer.job),
+        _range(winner, pricer.cluster),
         _limits(winner, pricer),
         _memory(winner),
         _zero_beside_pipeline(winner.strategy, pricer.model, pricer.job),
@@ -84,6 +86,15 @@ def _verdict(winner: Forecast, priced: Sequence[Forecast], model: ModelSpec, clu
         f"{share:.0%} of the devices' peak.{_stages(winner.strategy)}"
         f"{_delay(winner.strategy)}"
     )
+
+
+def _range(winner: Forecast, cluster: ClusterSpec) -> str:
+    """How far the seconds may be off, where nobody has measured the device."""
+    if is_calibrated(cluster) or cluster.backend == "gloo":
+        return ""
+    least_s, most_s = interval_s(winner.step_time.total_s, cluster)
+    name, span = cluster.device.name, f"between {format_time(least_s)} and {format_time(most_s)}"
+    return f"`{name}` was never calibrated: expect {span}."
 
 
 def _stages(strategy: Strategy) -> str:

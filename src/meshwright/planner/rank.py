@@ -17,6 +17,7 @@ from meshwright.planner.balance import Ends, balanced, balanced_by
 from meshwright.planner.enumerate import Refusal, strategies
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
+from meshwright.planner.must import Must, kept
 from meshwright.planner.price import Forecast, Pricer, is_long, num_cells
 from meshwright.planner.too_small import nothing_fits
 
@@ -32,6 +33,8 @@ class Options:
     """Stages × micro-batches of a timetable that is replayed only to be shown."""
     max_simulated: int = 12
     """To find the first, where the clock overturns the closed form's order."""
+    must: tuple[Must, ...] = ()
+    """What each strategy must keep."""
     ends: Ends | None = None
     """What a run has measured: pipelines are cut by it, instead of evenly or by forecast."""
 
@@ -76,13 +79,14 @@ def plan(
 
     Raises:
         InputError: `fix` names no field, or a value that the field cannot have.
-        RuleError: nothing legal agrees with `fix` (rule = the broken one), or nothing fits the memory (rule `memory`).
+        RuleError: nothing legal agrees with `fix` (rule = the broken one), keeps what it must (rule `must`), or fits
+            the memory (rule `memory`).
     """
     options = options or Options()
     wanted = check_fix(fix or {})
     space = strategies(model, cluster, job, wanted)
     pricer = Pricer(model, cluster, job)
-    legal = space.legal
+    legal = kept(options.must, space.legal)
     if options.ends is not None:
         legal = tuple(balanced_by(options.ends, strategy, model.num_layers) for strategy in legal)
     priced = [pricer.forecast(strategy) for strategy in legal]
