@@ -75,7 +75,7 @@ def test_cheapest_costs_no_more_than_any_part():
 
 
 def test_the_longest_context_fits_and_the_next_does_not():
-    asked = wanted(memory_bytes=15 * 10**8, devices=2, job=Job(seq_length=1024, global_batch_size=2))
+    asked = wanted(memory_bytes=17 * 10**8, devices=2, job=Job(seq_length=1024, global_batch_size=2))
     found = best(asked, "longest-context")
     length = found.result.plan.job.seq_length
     longer = asked.job.model_copy(update={"seq_length": length + CONTEXT_STEP})

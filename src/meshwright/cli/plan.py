@@ -29,9 +29,7 @@ def plan_command(
     seq: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of one step, over all ranks.")] = 512,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    fix: Annotated[
-        list[str] | None, typer.Option(help="Fix a field of the strategy, as in dp=2 or layers_per_stage=3,3,2.")
-    ] = None,
+    fix: Annotated[list[str] | None, typer.Option(help="Fix a field of the strategy, as in dp=2.")] = None,
     precision: Annotated[str | None, typer.Option(help="Short for --fix precision=...")] = None,
     zero: Annotated[int | None, typer.Option(help="Short for --fix zero=...")] = None,
     schedule: Annotated[str | None, typer.Option(help="Short for --fix schedule=...")] = None,
@@ -45,12 +43,8 @@ def plan_command(
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the whole run, for cheapest.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one device and hour, for cheapest.")] = None,
     must: Annotated[list[str] | None, typer.Option(help="Constraint on the strategy, as in tp<=8 or pp>1.")] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(help="What a rank may fill, as in 60GB, or 75% of a device's memory.")
-    ] = None,
-    explain_rules: Annotated[
-        bool, typer.Option("--explain-rules", help="Also every rule of thumb: whether it holds, and who says so.")
-    ] = False,
+    memory_limit: Annotated[str | None, typer.Option(help="What a rank may fill: 60GB, or 75% of it.")] = None,
+    explain_rules: Annotated[bool, typer.Option("--explain-rules", help="Each rule of thumb, one by one.")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many strategies to show.")] = 8,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
 ) -> None:
@@ -84,17 +78,18 @@ def plan_command(
     if explain_rules:
         _print_rules(console, result)
     if ends is not None:
-        console.print(
-            f"pipelines are cut by {balance_from}: there the embedding took {ends.first:.2f} and the head "
-            f"{ends.last:.2f} times what a layer takes",
-            highlight=False,
-            soft_wrap=True,
-        )
-    warning = cluster_warning(machines)
-    if warning:
+        console.print(_cut_by(balance_from, ends), highlight=False, soft_wrap=True)
+    if warning := cluster_warning(machines):
         console.print(f"note: {warning}")
     if out:
         console.print(f"plan written to {out}", soft_wrap=True)
+
+
+def _cut_by(run: Path | None, ends: Ends) -> str:
+    return (
+        f"pipelines are cut by {run}: there the embedding took {ends.first:.2f} and the head {ends.last:.2f} times "
+        "what a layer takes"
+    )
 
 
 def _price(tokens: float | None, price: float | None) -> Price | None:
