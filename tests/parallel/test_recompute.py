@@ -44,8 +44,11 @@ def test_policies_equal_one_process(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_those_without_to_the_bit(policy: str) -> None:
+    """With dropout too."""
+
     def of(**changes: Any) -> Any:
         plan = make_plan(GPT2, num_micro_batches=2, micro_batch_size=2, precision="fp32", **changes)
+        plan = plan.model_copy(update={"job": plan.job.model_copy(update={"dropout": 0.2})})
         engine = make_engine(plan)
         engine.forward_backward(own_batches(engine, dataset(plan), 0))
         return gradients(engine)
