@@ -17,6 +17,7 @@ from meshwright.comm.collectives import (
     all_to_all,
     barrier,
     broadcast,
+    reduce,
     reduce_scatter,
     reduce_scatter_start,
 )
@@ -58,6 +59,11 @@ def check_definitions(rank: int, world: int, shared_memory: bool) -> None:
         assert torch.equal(gathered, torch.cat([x[r * numel : (r + 1) * numel] for r, x in enumerate(everyone)]))
         for root in {0, world - 1}:
             assert torch.equal(broadcast(everyone[rank].clone(), axis, root), everyone[root])
+            reduced = reduce(everyone[rank].clone(), axis, root)
+            if rank == root:
+                torch.testing.assert_close(reduced, sum(everyone))
+            else:
+                assert torch.equal(reduced, everyone[rank])
     barrier(axis)
 
 

@@ -26,6 +26,7 @@ def call(primitive: str, axis: Axis, numel: int) -> None:
         "all_gather": lambda: c.all_gather(full, block, axis),
         "all_to_all": lambda: c.all_to_all(torch.empty_like(full), full, axis),
         "broadcast": lambda: c.broadcast(block, axis, 1),
+        "reduce": lambda: c.reduce(block, axis, 0),
         "receive": lambda: recv_start(block, axis, 1, 0).wait(),
         "barrier": lambda: c.barrier(axis),
     }
@@ -47,7 +48,7 @@ def lose_rank_1(
     return str(caught.value), time.monotonic() - began
 
 
-PRIMITIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "receive", "barrier"]
+PRIMITIVES = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "receive", "barrier"]
 
 
 CASES = [

@@ -26,6 +26,7 @@ def every_primitive(rank: int, world: int) -> Traffic:
         c.all_gather(full, block, axis)
     c.all_to_all(torch.empty_like(full), full, axis)
     c.broadcast(block, axis, 0)
+    c.reduce(block, axis, 0)
     c.barrier(axis)
     if world > 1:
         with ledger.phase("forward"):
@@ -45,6 +46,7 @@ def test_rows_equal_the_formulas(ranks, world):
     expected.add("all_gather", "dp", "parameters", full, world)
     expected.add("all_to_all", "dp", "other", full, world)
     expected.add("broadcast", "dp", "other", 24, world)
+    expected.add("reduce", "dp", "other", 24, world)
     expected.add("send", "dp", "forward", 24, world)
     for traffic in ranks(every_primitive, world):
         assert traffic == expected

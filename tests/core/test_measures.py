@@ -14,7 +14,8 @@ from meshwright.core.measures import PRIMITIVES, Traffic, wire_bytes
         ("reduce_scatter", 0.75),
         ("all_gather", 0.75),
         ("all_to_all", 0.75),
-        ("broadcast", 1),
+        ("broadcast", 0.75),  # all ranks but one pass it on
+        ("reduce", 0.75),
         ("send", 1),
     ],
 )

@@ -26,7 +26,42 @@ def _case(num_ranks: int, strategy: dict[str, Any], model: dict[str, Any], job: 
 
 BROKEN = {
     "world": (8, {"dp": 2, "num_micro_batches": 6}, {}, {}, "= 2 ranks.*has 8"),
-    "unbuilt": (4, {"tp": 4, "num_micro_batches": 12, "tensor": {"kind": "2d"}}, {}, {}, "tensor.kind=2d"),
+    "tensor-grid": (
+        6,
+        {"tp": 6, "micro_batch_size": 2, "num_micro_batches": 6, "tensor": {"kind": "2d"}},
+        {},
+        {},
+        "tp=6 ranks with tensor.kind=2d are not a square; nearest: tp=4",
+    ),
+    "tensor-batch": (
+        8,
+        {"tp": 8, "micro_batch_size": 6, "num_micro_batches": 2, "tensor": {"kind": "3d"}},
+        {},
+        {},
+        "micro_batch_size=6 with tensor.kind=3d on tp=8, which cuts it into 4; nearest: micro_batch_size=8",
+    ),
+    "tensor-sizes": (
+        8,
+        {"tp": 8, "micro_batch_size": 4, "num_micro_batches": 3, "tensor": {"kind": "3d"}},
+        {"ffn_size": 50},
+        {},
+        "q²=4 of tensor.kind=3d does not divide the feed-forward width 50",
+    ),
+    "tensor-alone": (
+        8,
+        {
+            "dp": 2,
+            "tp": 4,
+            "micro_batch_size": 2,
+            "num_micro_batches": 3,
+            "tensor": {"kind": "2d"},
+            "zero": 3,
+            "tile": 2,
+        },
+        {},
+        {},
+        "tile=2 with tensor.kind=2d",
+    ),
     "tp-heads": (8, {"tp": 8, "num_micro_batches": 12}, {}, {}, "tp=8 does not divide the heads 12"),
     "tp-kv-heads": (6, {"tp": 6, "num_micro_batches": 12}, {}, {}, "tp=6 and 4 key/value heads"),
     "tp-ffn": (4, {"tp": 4, "num_micro_batches": 12}, {"ffn_size": 50}, {}, "tp=4 does not divide.*50"),
@@ -240,6 +275,28 @@ def test_rules_of_pipelines_count_parts_and_micro_batches(strategy: dict[str, An
     with pytest.raises(RuleError, match=words) as raised:
         check(given, spec, cluster, job)
     assert "nearest legal" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "words"),
+    [
+        ({"tp": 6, "tensor": {"kind": "2.5d", "depth": 2}}, {}, "tp=6 ranks with .* are not 2 squares; nearest: tp=8"),
+        ({"tp": 3, "tensor": {"kind": "2.5d", "depth": 3}}, {}, "tensor.depth=3 is more than the side 1"),
+        ({"tp": 10, "tensor": {"kind": "3d"}}, {}, "tp=10 ranks with tensor.kind=3d are not a cube; nearest: tp=8"),
+        ({"tp": 4, "tensor": {"kind": "2d", "depth": 2}}, {}, "tensor.depth=2 with tensor.kind=2d"),
+        ({"tp": 4, "tensor": {"kind": "2d"}}, {"num_heads": 5, "num_kv_heads": 5}, "q=2 does not divide the heads 5"),
+        ({"tp": 4, "tensor": {"kind": "2d"}}, {"num_kv_heads": 1}, "q=2 does not divide the key/value heads 1"),
+        ({"tp": 4, "tensor": {"kind": "2d"}}, {"hidden_size": 33}, "q=2 of tensor.kind=2d .* the hidden size 33"),
+        ({"tp": 4, "tensor": {"kind": "2d"}, "recompute": "selective"}, {}, "recompute=selective with tensor.kind=2d"),
+        ({"tp": 4, "tensor": {"kind": "2d"}, "sequence": "megatron"}, {}, "sequence=megatron with tensor.kind=2d"),
+        ({"tp": 4, "tensor": {"kind": "2d"}, "context": {"degree": 2}}, {}, "context.degree=2 with tensor.kind=2d"),
+    ],
+)
+def test_rules_of_grids_name_the_numbers(strategy: dict[str, Any], model: dict[str, Any], words: str) -> None:
+    split = {"micro_batch_size": 4, "num_micro_batches": 3, **strategy}
+    given, spec, cluster, job = _case(Strategy(**split).world_size, split, model, {})
+    with pytest.raises(RuleError, match=words):
+        check(given, spec, cluster, job)
 
 
 def test_when_no_split_is_legal_the_error_says_so() -> None:

@@ -66,7 +66,8 @@ JOB = Job(seq_length=32, global_batch_size=16)
         ("all_reduce", "gloo", 8, 14, 1.75), ("all_reduce", "nccl", 8, 6, 1.75), ("all_reduce", "nccl", 2, 2, 1.0),
         ("all_gather", "gloo", 4, 3, 0.75), ("all_gather", "nccl", 64, 6, 63 / 64),
         ("reduce_scatter", "gloo", 4, 3, 0.75), ("reduce_scatter", "nccl", 64, 6, 63 / 64),
-        ("all_to_all", "nccl", 8, 7, 7 / 8), ("broadcast", "nccl", 8, 3, 1.0), ("send", "nccl", 2, 1, 1.0),
+        ("all_to_all", "nccl", 8, 7, 7 / 8), ("broadcast", "nccl", 8, 3, 1.0), ("reduce", "nccl", 8, 3, 1.0),
+        ("send", "nccl", 2, 1, 1.0),
         ("all_reduce", "nccl", 1, 0, 0.0), ("send", "gloo", 1, 0, 0.0),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+from meshwright.core.layouts import Tensor, grid
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.rules import violations
@@ -31,7 +32,7 @@ MODELS: dict[str, ModelSpec] = {
 
 FURTHER_SCHEDULES = ("interleaved-1f1b v2", "bfs v2", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
 """Several stages per rank (v: as many as a strategy says), split backwards, two directions."""
-MET_BY_FURTHER_SCHEDULES = ("tp", "zero", "recompute", "sequence")
+MET_BY_FURTHER_SCHEDULES = ("tp", "tensor", "zero", "recompute", "sequence")
 """The factors that they are paired with; with all there would be too many layouts to test."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -39,6 +40,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp": tuple(range(1, MAX_RANKS + 1)),
     "tp": tuple(range(1, MAX_RANKS + 1)),
     "pp": tuple(range(1, MAX_RANKS + 1)),
+    "tensor": ("1d", "2d", "2.5d", "3d"),
     "zero": ZERO_STAGES,
     "schedule": (*("naive", "gpipe", "1f1b"), *FURTHER_SCHEDULES),
     "num_micro_batches": (1, 2, 3, 4, 5),
@@ -47,6 +49,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sequence": ("none", "megatron"),
     "stages": ("even", "last heavy"),
     "bucket_bytes": (1, 4000, 25 * 2**20),
+}
+
+GRIDS = {"2d": (4, Tensor(kind="2d")), "2.5d": (8, Tensor(kind="2.5d", depth=2)), "3d": (8, Tensor(kind="3d"))}
+"""Kind → the one size of tp that it is tried with, and how the ranks lie."""
+MET_BY_GRIDS = {
+    "2d": ("model", "zero", "schedule", "recompute"),
+    "2.5d": ("model", "recompute"),
+    "3d": ("model", "recompute"),
+}
+"""The factors that they are paired with, as above; those of eight ranks leave none for other axes."""
+
+MET_BY: dict[str, Mapping[str, Sequence[str]]] = {
+    "schedule": dict.fromkeys(FURTHER_SCHEDULES, MET_BY_FURTHER_SCHEDULES),
+    "tensor": MET_BY_GRIDS,
 }
 
 Case = Mapping[str, Any]
@@ -62,18 +78,31 @@ def stage_list(case: Case) -> tuple[int, ...] | None:
 
 
 def strategy_of(case: Case) -> Strategy:
-    """Its degrees, schedule, micro-batches and ZeRO stage: all that decides whether it is legal for a model."""
+    """Its degrees, schedule, micro-batches and ZeRO stage: all that decides whether it is legal for a model.
+
+    A micro-batch has as many sequences as a grid cuts it into, so that `micro_batch_size` counts those of a rank.
+    """
     schedule, _, chunks = case["schedule"].partition(" v")
     names = ("dp", "tp", "pp", "num_micro_batches")
     zero = {"zero": int(case["zero"][0]), "keep_gathered": "kept" in case["zero"]}
     zero["reduce_each"] = "each" in case["zero"]
-    return Strategy(schedule=schedule, num_chunks=int(chunks or 1), **zero, **{name: case[name] for name in names})
+    values = {name: case[name] for name in names}
+    return Strategy(schedule=schedule, num_chunks=int(chunks or 1), **zero, **_tensor(case), **values)
+
+
+def _tensor(case: Case) -> dict[str, Any]:
+    """How its tp ranks lie, and the micro-batch that they share."""
+    if case["tensor"] == "1d":
+        return {"micro_batch_size": case["micro_batch_size"]}
+    tp, tensor = GRIDS[case["tensor"]]
+    lies = grid(tensor, tp)
+    return {"tensor": tensor, "micro_batch_size": case["micro_batch_size"] * lies.parts(lies.batch_axes)}
 
 
 def plan_of(case: Case, precision: str = "fp64") -> Plan:
     """The plan of a case."""
     chosen = strategy_of(case).model_dump(exclude_unset=True)
-    split = {factor: case[factor] for factor in ("micro_batch_size", "recompute", "sequence", "bucket_bytes")}
+    split = {factor: case[factor] for factor in ("recompute", "sequence", "bucket_bytes")}
     layers = stage_list(case)
     return make_plan(MODELS[case["model"]], layers_per_stage=layers, precision=precision, **split, **chosen)
 
@@ -81,47 +110,50 @@ def plan_of(case: Case, precision: str = "fp64") -> Plan:
 def legal_cases() -> list[Case]:
     """All combinations that no rule forbids, in a fixed order."""
     names = list(FACTORS)
-    rest = [dict(zip(names[4:], values, strict=True)) for values in product(*(FACTORS[name] for name in names[4:]))]
+    rest = [dict(zip(names[5:], values, strict=True)) for values in product(*(FACTORS[name] for name in names[5:]))]
     cases: list[Case] = []
     legal: dict[tuple[Any, ...], bool] = {}
-    for model, dp, tp, pp in product(*(FACTORS[name] for name in names[:4])):
-        if dp * tp * pp > MAX_RANKS or not _is_legal(MODELS[model], dp, tp, pp):
+    for model, dp, tp, pp, tensor in product(*(FACTORS[name] for name in names[:5])):
+        degrees = {"model": model, "dp": dp, "tp": tp, "pp": pp, "tensor": tensor}
+        is_of_size = tensor not in GRIDS or tp == GRIDS[tensor][0]
+        if dp * tp * pp > MAX_RANKS or not is_of_size or not _is_legal(degrees):
             continue
-        degrees = {"model": model, "dp": dp, "tp": tp, "pp": pp}
-        here = ({**degrees, **other} for other in rest if _is_for(other, tp, pp))
+        here = ({**degrees, **other} for other in rest if _is_for({**degrees, **other}))
         cases += [case for case in here if case["schedule"] not in FURTHER_SCHEDULES or _is_legal_order(case, legal)]
     return cases
 
 
-def _is_for(case: Case, tp: int, pp: int) -> bool:
+def _is_for(case: Case) -> bool:
     """Whether a choice is there at these degrees: some only with a pipeline, and tokens are divided evenly over tp."""
-    if case["sequence"] != "none" and (tp == 1 or SEQ_LENGTH % tp):
+    tp, is_grid = case["tp"], case["tensor"] in GRIDS
+    if case["sequence"] != "none" and (tp == 1 or SEQ_LENGTH % tp or is_grid):
         return False
-    return pp > 1 or (case["stages"] == "even" and "each" not in case["zero"])
+    return case["pp"] > 1 or (case["stages"] == "even" and "each" not in case["zero"])
 
 
 def _is_legal_order(case: Case, known: dict[tuple[Any, ...], bool]) -> bool:
     """Whether the schedule can be had here; remembered, since most factors don't matter."""
     key = tuple(case[factor] for factor in ("model", "pp", "schedule", "num_micro_batches", "zero"))
     if key not in known:
-        split = strategy_of({**case, "dp": 1, "tp": 1})
+        split = strategy_of({**case, "dp": 1, "tp": 1, "tensor": "1d"})
         known[key] = not violations(split, MODELS[case["model"]], *make_job(split))
     return known[key]
 
 
-def _is_legal(model: ModelSpec, dp: int, tp: int, pp: int) -> bool:
-    split = Strategy(dp=dp, tp=tp, pp=pp)
-    cluster, job = make_job(split)
-    return not violations(split, model, cluster, job)
+def _is_legal(degrees: Case) -> bool:
+    """Whether a model can be split to these degrees, in this kind of tensor parallelism."""
+    plain = {"zero": "0", "schedule": "1f1b", "num_micro_batches": 1, "micro_batch_size": 1}
+    split = strategy_of({**degrees, **plain})
+    return not violations(split, MODELS[degrees["model"]], *make_job(split))
 
 
 def pairs_of(case: Case) -> Iterator[tuple[Any, ...]]:
     """What a case covers: its degrees together, and each pair of choices (of degrees, those up to 4)."""
-    yield "degrees", case["dp"], case["tp"], case["pp"]
+    yield "degrees", case["dp"], case["tp"], case["pp"], case["tensor"]
+    limits = {factor: met[case[factor]] for factor, met in MET_BY.items() if case[factor] in met}
     common = [(factor, value) for factor, value in case.items() if factor not in DEGREES or value <= 4]
     for (a, x), (b, y) in combinations(common, 2):
-        other = b if a == "schedule" else a
-        if case["schedule"] not in FURTHER_SCHEDULES or "schedule" not in (a, b) or other in MET_BY_FURTHER_SCHEDULES:
+        if not limits or ((a not in limits or b in limits[a]) and (b not in limits or a in limits[b])):
             yield a, x, b, y
 
 
@@ -147,7 +179,7 @@ def covering(cases: Sequence[Case], seed: int = 0, num_candidates: int = 10_000,
         breadth: candidates compared per choice.
     """
     candidates = random.Random(seed).sample(cases, min(num_candidates, len(cases)))
-    candidates += {(case["tp"], case["schedule"]): case for case in cases}.values()
+    candidates += {(case["tp"], case["tensor"], case["schedule"]): case for case in cases}.values()
     holders: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in candidates:
         for pair in pairs_of(case):

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.transports.alone import Alone
-from meshwright.comm.transports.base import Handle, ReduceOp
+from meshwright.comm.transports.base import Handle, ReduceOp, Splits
 from meshwright.core.placement import Placement
 from meshwright.parallel import states
 from meshwright.parallel.apply import ParallelModel
@@ -57,7 +57,15 @@ class _Lacking(Alone):
         return self.whole.all_gather(out, x)
 
     def broadcast(self, x: Tensor, root: int) -> Handle:
-        return self.whole.broadcast(x, root)
+        return super().broadcast(x, root) if self._leaves_out("broadcast") else self.whole.broadcast(x, root)
+
+    def reduce(self, x: Tensor, root: int) -> Handle:
+        return super().reduce(x, root) if self._leaves_out("reduce") else self.whole.reduce(x, root)
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: Splits, in_splits: Splits) -> Handle:
+        if self._leaves_out("all_to_all"):
+            return super().all_to_all(out, x, out_splits, in_splits)
+        return self.whole.all_to_all(out, x, out_splits, in_splits)
 
 
 def without(

@@ -150,7 +150,7 @@ def _plan_costs(plan: Plan, schedule: Schedule, size: PipelineSize) -> Costs:
     Raises RuleError where the plan's choices don't go with that.
     """
     from meshwright.core.errors import RuleError
-    from meshwright.core.rules import OF_MICRO_BATCHES, violations
+    from meshwright.core.rules import OF_TIMETABLE, violations
     from meshwright.planner.price import Pricer
 
     planned = plan.strategy
@@ -161,7 +161,7 @@ def _plan_costs(plan: Plan, schedule: Schedule, size: PipelineSize) -> Costs:
     sequences = size.num_micro_batches * planned.micro_batch_size * planned.dp
     job = plan.job.model_copy(update={"global_batch_size": sequences})
     for violation in violations(strategy, plan.model, plan.cluster, job):
-        if violation.rule.id != OF_MICRO_BATCHES:
+        if violation.rule.id != OF_TIMETABLE:
             raise RuleError(f"the costs of this plan: {violation}", violation.rule.id)
     return Pricer(plan.model, plan.cluster, job).step_costs(strategy)
 

@@ -106,14 +106,34 @@ def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
 def broadcast_start(x: Tensor, axis: Axis, root: int) -> Work:
     """Asynchronous :func:`broadcast`."""
     _check_contiguous("broadcast", x)
-    if not 0 <= root < axis.size:
-        raise InputError(f"broadcast from position {root} of {axis}: positions go from 0 to {axis.size - 1}")
+    _check_root("broadcast from", root, axis)
     return begin_counted("broadcast", axis, x.nbytes, lambda: axis.transport.broadcast(x, root))
+
+
+def reduce(x: Tensor, axis: Axis, root: int) -> Tensor:
+    """On the rank at position `root` x ← Σ x over ranks, in place; on the others x is left as it is. Returns x.
+
+    Raises RankError.
+    """
+    reduce_start(x, axis, root).wait()
+    return x
+
+
+def reduce_start(x: Tensor, axis: Axis, root: int) -> Work:
+    """Asynchronous :func:`reduce`. `x` may be changed after `wait` only."""
+    _check_contiguous("reduce", x)
+    _check_root("reduce to", root, axis)
+    return begin_counted("reduce", axis, x.nbytes, lambda: axis.transport.reduce(x, root))
 
 
 def barrier(axis: Axis) -> None:
     """Return when all ranks of the axis have come here. Not a row of the ledger. Raises RankError."""
     begin("barrier", axis, axis.transport.barrier).wait()
+
+
+def _check_root(what: str, root: int, axis: Axis) -> None:
+    if not 0 <= root < axis.size:
+        raise InputError(f"{what} position {root} of {axis}: positions go from 0 to {axis.size - 1}")
 
 
 def _check_contiguous(primitive: str, *tensors: Tensor) -> None:

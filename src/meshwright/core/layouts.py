@@ -107,6 +107,16 @@ class Grid:
         """Sub-axes that cut the hidden dim of a hidden state."""
         return _HIDDEN_AXES[self.kind]
 
+    @property
+    def vocab_axis(self) -> str:
+        """The sub-axis that cuts the vocabulary of logits."""
+        return _VOCAB_AXIS[self.kind]
+
+    @property
+    def logit_axes(self) -> tuple[str, ...]:
+        """Sub-axes that cut the sequences of logits, and of all that lies behind a first linear layer."""
+        return _LOGIT_AXES[self.kind]
+
     def parts(self, axes: tuple[str, ...]) -> int:
         """Into how many parts these sub-axes cut a dim."""
         sizes = self.sizes
@@ -174,4 +184,6 @@ _BATCH_AXES: dict[TensorKind, tuple[str, ...]] = {
     "2.5d": (TP_DEPTH, TP_COL),
     "3d": (TP_WEIGHT, TP_INPUT),
 }
+_LOGIT_AXES: dict[TensorKind, tuple[str, ...]] = {**_BATCH_AXES, "3d": (TP_WEIGHT, TP_OUTPUT)}
+_VOCAB_AXIS: dict[TensorKind, str] = {"1d": TP, "2d": TP_ROW, "2.5d": TP_ROW, "3d": TP_INPUT}
 _HIDDEN_AXES: dict[TensorKind, tuple[str, ...]] = {"1d": (), "2d": (TP_ROW,), "2.5d": (TP_ROW,), "3d": (TP_OUTPUT,)}

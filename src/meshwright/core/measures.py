@@ -13,6 +13,7 @@ PRIMITIVES = {
     "all_gather": "the gathered tensor",
     "all_to_all": "one rank's whole buffer",
     "broadcast": "the tensor",
+    "reduce": "the tensor",
     "send": "the message",
 }
 """Name → what its payload bytes are the bytes of."""
@@ -33,10 +34,9 @@ PHASES = {
 """Name → what is communicated in this part of a step; in the order in which tables show them."""
 _PHASE_ORDER = {phase: place for place, phase in enumerate(PHASES)}
 
-_BLOCKS_SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-"""How often a rank sends each of the size − 1 blocks that are not its own."""
-_WHOLE = ("broadcast", "send")
-"""Primitives that pass the payload on as it is."""
+_BLOCKS_SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "broadcast": 1, "reduce": 1}
+"""How often a rank sends each of the size − 1 blocks that are not its own. A broadcast and a reduction are passed on by
+all ranks but one: the mean over the ranks, and over calls whose roots take turns what each rank sends."""
 
 
 def wire_bytes(primitive: str, payload_bytes: int, size: int) -> int:
@@ -51,7 +51,7 @@ def wire_bytes(primitive: str, payload_bytes: int, size: int) -> int:
     """
     if size == 1:
         return 0
-    if primitive in _WHOLE:
+    if primitive == "send":
         return payload_bytes
     return _BLOCKS_SENT[primitive] * (size - 1) * payload_bytes // size
 

@@ -87,6 +87,11 @@ def kv_replicas(spec: ModelSpec, tp: int) -> int:
     return max(1, tp // spec.num_kv_heads)
 
 
+def kv_group(spec: ModelSpec, strategy: Strategy) -> int:
+    """Ranks of each group of axis `tp_kv`: 1 on grids, where the heads are at least as many as the parts."""
+    return kv_replicas(spec, strategy.tp) if strategy.tensor.kind == "1d" else 1
+
+
 def dim_range(spec: ModelSpec, dim: str, size: int, tp: int, index: int) -> tuple[int, int]:
     """(offset, size) along a named dim that rank `index` of the tp axis holds, in 1D tensor parallelism."""
     if dim not in CUT_BY_1D:
@@ -140,7 +145,7 @@ def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy, is_mirr
 
 
 def _has_kv_replicas(spec: ModelSpec, param: ParamSpec, strategy: Strategy) -> bool:
-    return strategy.tensor.kind == "1d" and "kv_heads" in param.dims and kv_replicas(spec, strategy.tp) > 1
+    return "kv_heads" in param.dims and kv_group(spec, strategy) > 1
 
 
 def _is_tied(spec: ModelSpec, param: ParamSpec) -> bool:
@@ -154,7 +159,7 @@ def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping
     elif _is_tied(spec, param) and at[PP] != strategy.end_ranks[0]:
         return False
     if _has_kv_replicas(spec, param, strategy):
-        return at[TP] % kv_replicas(spec, strategy.tp) == 0
+        return at[TP] % kv_group(spec, strategy) == 0
     grid = strategy.grid
     positions = grid.coordinates(at[TP])
     return all(positions[axis] == 0 for axis in grid.replicas(param))

@@ -13,6 +13,7 @@ from meshwright.core import rules_context
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
+from meshwright.core.grid_rules import company_fault, cut, grid_fault, sequences_fault, sizes_fault
 from meshwright.core.job import Job
 from meshwright.core.layouts import Context, Tensor
 from meshwright.core.model import ModelSpec
@@ -66,15 +67,17 @@ def _world(c: Case) -> str | None:
 
 
 def _kv(c: Case) -> str | None:
-    kv, tp = c.model.num_kv_heads, c.strategy.tp
+    kv, (name, tp) = c.model.num_kv_heads, cut(c.strategy)
+    if name != "tp":
+        return _divides("the key/value heads", kv, name, tp)
     return f"tp={tp} and {kv} key/value heads: neither divides the other" if kv % tp and tp % kv else None
 
 
 def _ffn(c: Case) -> str | None:
-    model, tp = c.model, c.strategy.tp
+    model, (name, tp) = c.model, cut(c.strategy)
     widths = (("the experts' width", model.expert_size), ("the shared experts' width", model.shared_ffn_size or tp))
     for what, width in (("the feed-forward width", model.ffn_size), *(widths if model.num_experts else ())):
-        if (fault := _divides(what, width, "tp", tp)) is not None:
+        if (fault := _divides(what, width, name, tp)) is not None:
             return fault
     return None
 
@@ -111,15 +114,6 @@ def _balance(c: Case) -> str | None:
 def _vocab(c: Case) -> str | None:
     rows, tp = c.model.vocab_size, c.strategy.tp
     return f"tp={tp} is more than the {rows} rows of the vocabulary" if tp > rows else None
-
-
-def _unbuilt(c: Case) -> str | None:
-    """Taken out kind by kind, as they are built."""
-    s = c.strategy
-    for name, is_set in ((f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),):
-        if is_set:
-            return name
-    return None
 
 
 def _sequence(c: Case) -> str | None:
@@ -304,29 +298,27 @@ def _node(c: Case) -> str | None:
     return f"shard_over=node with dp={s.dp} and tp={s.tp} on nodes of {per_node} devices"
 
 
-OF_MICRO_BATCHES = "pp-timetable"
-BALANCE = "balance"
-MICRO_BATCH_RULES = {OF_MICRO_BATCHES, BALANCE}
+OF_TIMETABLE, OF_SEQUENCES, BALANCE = "pp-timetable", "tensor-batch", "balance"
+MICRO_BATCH_RULES = (OF_TIMETABLE, OF_SEQUENCES, BALANCE)
 """The rules that depend on how a rank's sequences are cut into micro-batches."""
 
 RULES = (
     Rule("world", "dp × context.degree × tp × pp = number of devices", "every device runs exactly one rank", _world),
-    Rule("unbuilt", "the layout is one that is built", "nothing could run it", _unbuilt),
     Rule(
         "tp-heads",
-        "tp divides the attention heads",
+        "tp, or the side q of a grid, divides the attention heads",
         "a head is computed whole on one rank",
-        lambda c: _divides("the heads", c.model.num_heads, "tp", c.strategy.tp),
+        lambda c: _divides("the heads", c.model.num_heads, *cut(c.strategy)),
     ),
     Rule(
         "tp-kv-heads",
-        "tp divides the key/value heads or is a multiple of them",
+        "tp divides the key/value heads or is a multiple of them; the side q of a grid divides them",
         "a key/value head is held whole, by one rank or by equally many replicas",
         _kv,
     ),
     Rule(
         "tp-ffn",
-        "tp divides the feed-forward width, of experts too",
+        "tp, or the side q of a grid, divides the feed-forward width, of experts too",
         "gate, up and down are cut into equal blocks of columns and rows",
         _ffn,
     ),
@@ -343,6 +335,30 @@ RULES = (
         "(schedule=gpipe); else take router.balance_over=sequence",
         "it weighs experts by their loads over all tokens of the step, which backward must know",
         _balance,
+    ),
+    Rule(
+        "tensor-grid",
+        "tp is a square with tensor.kind=2d, tensor.depth squares of a side of at least that with 2.5d, a cube with 3d",
+        "its ranks are laid out so, and a block is nowhere missing",
+        lambda c: grid_fault(c.strategy),
+    ),
+    Rule(
+        OF_SEQUENCES,
+        "q divides micro_batch_size with tensor.kind=2d, depth·q with 2.5d, q² with 3d",
+        "each rank of a grid has whole sequences, equally many",
+        lambda c: sequences_fault(c.strategy),
+    ),
+    Rule(
+        "tensor-sizes",
+        "q divides hidden size, feed-forward width and the width of all heads with tensor.kind=2d and 2.5d, q² with 3d",
+        "weights and hidden states are cut into equal blocks",
+        lambda c: sizes_fault(c.strategy, c.model),
+    ),
+    Rule(
+        "tensor-alone",
+        "a grid stands without sequence=megatron, context.degree > 1, tiles and recompute=selective",
+        "it cuts the sequences of a micro-batch and both dims of a weight itself, and its layers are its own",
+        lambda c: company_fault(c.strategy),
     ),
     Rule(
         "sequence-tokens",
@@ -394,7 +410,7 @@ RULES = (
         _chunks,
     ),
     Rule(
-        OF_MICRO_BATCHES,
+        OF_TIMETABLE,
         "the schedule has a timetable of one step for pp and num_micro_batches",
         "it is what ranks run",
         _timetable,
@@ -562,10 +578,10 @@ def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, j
             update={**degrees, "micro_batch_size": 1, "num_micro_batches": per_rank, "layers_per_stage": keep}
         ).on(cluster)
         broken = {violation.rule.id for violation in violations(other, model, cluster, job)}
-        if rest or broken - MICRO_BATCH_RULES:
+        if rest or broken.difference(MICRO_BATCH_RULES):
             continue
         for micro in divisors(per_rank):
             split = other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})
             case = Case(split, model, cluster, job)
-            if _timetable(case) is None and _balance(case) is None:
+            if _timetable(case) is None and _balance(case) is None and sequences_fault(split) is None:
                 yield split

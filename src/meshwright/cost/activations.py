@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from meshwright.core.axes import TP_DEPTH
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
@@ -83,13 +84,16 @@ class _Sizes:
 
 
 def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
+    grid = strategy.grid
+    tokens = b * s // grid.parts(grid.batch_axes)
+
     def local(dim: str, size: int) -> int:
-        return largest_part(spec, dim, size, strategy.tp)
+        return largest_part(spec, dim, size, grid.side)
 
     return _Sizes(
-        tokens=b * s // strategy.cp,
-        between=b * s // strategy.hidden_parts[1],
-        hidden=spec.hidden_size,
+        tokens=tokens // strategy.cp,
+        between=tokens // strategy.hidden_parts[1],
+        hidden=spec.hidden_size // grid.parts(grid.hidden_axes),
         heads=local("heads", spec.heads_size) // spec.head_dim,
         kv_heads=local("kv_heads", spec.kv_size) // spec.head_dim,
         head_dim=spec.head_dim,
@@ -264,9 +268,12 @@ def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) ->
 
 
 def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
-    """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks."""
-    z = _sizes(spec, strategy, b, s)
-    terms = [ByteTerm("token ids", z.tokens * _INDEX_BYTES), ByteTerm("ids of other ranks", z.tokens * _FLAG_BYTES)]
+    """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks.
+
+    On a grid every rank looks up the ids of its whole grid.
+    """
+    tokens = b * s // strategy.grid.sizes.get(TP_DEPTH, 1)
+    terms = [ByteTerm("token ids", tokens * _INDEX_BYTES), ByteTerm("ids of other ranks", tokens * _FLAG_BYTES)]
     positions = s // strategy.hidden_parts[1]
     return [*terms, ByteTerm("positions", positions * _INDEX_BYTES)] if spec.positions == "learned" else terms
 

@@ -188,13 +188,14 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
 
     Causal by default: the attention kernels leave out the masked half.
     """
-    tokens = strategy.micro_batch_size * job.seq_length // strategy.cp
+    grid, tokens = strategy.grid, strategy.micro_batch_size * job.seq_length // strategy.cp
+    tokens = tokens * grid.side // strategy.tp  # a grid cuts heads and columns by its side, and sequences by the rest
     layers = strategy.stage_layers(spec.num_layers)[stage]
-    terms = layers_forward_terms(spec, layers, job.seq_length, causal=causal, tp=strategy.tp)
+    terms = layers_forward_terms(spec, layers, job.seq_length, causal=causal, tp=grid.side)
     even = _scores(terms)
     scores = round(even * score_share(strategy, job.seq_length)) if causal else even
     _, is_last = strategy.stage_ends(stage)
-    head = total_flops(head_forward_terms(spec, tp=strategy.tp)) if is_last else 0
+    head = total_flops(head_forward_terms(spec, tp=grid.side)) if is_last else 0
     work = total_flops(terms) - even + scores
     return StageFlops(layers=tokens * work, head=tokens * head, scores=tokens * scores)
 

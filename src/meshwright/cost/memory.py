@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, SequenceKind
+from meshwright.core.layouts import Context, SequenceKind, Tensor
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
@@ -108,7 +108,7 @@ def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int)
 
 def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
     """:func:`activations_bytes` of several pipeline ranks."""
-    kinds = strategy.context, strategy.precision, strategy.sequence
+    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
     part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
     layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
     asked = list(ranks)
@@ -257,6 +257,7 @@ def _loss_numbers(job: Job) -> int:
 def _one_micro_batch(
     model: ModelSpec,
     tp: int,
+    tensor: Tensor,
     context: Context,
     precision: Precision,
     sequence: SequenceKind,
@@ -265,7 +266,7 @@ def _one_micro_batch(
     loss_numbers: int,
 ) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
-    alone = Strategy(tp=tp, context=context, precision=precision, sequence=sequence)
+    alone = Strategy(tp=tp, tensor=tensor, context=context, precision=precision, sequence=sequence)
 
     def of_layer(layer: int) -> _LayerBytes:
         return _LayerBytes(

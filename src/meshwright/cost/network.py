@@ -61,14 +61,18 @@ def num_rounds(primitive: str, size: int, backend: str) -> int:
         return 0
     ring, tree = size - 1, (size - 1).bit_length()
     rounds = ring if backend == "gloo" else min(ring, tree)
-    return {"all_reduce": 2 * rounds, "all_to_all": ring, "broadcast": tree, "send": 1}.get(primitive, rounds)
+    return {"all_reduce": 2 * rounds, "all_to_all": ring, "broadcast": tree, "reduce": tree, "send": 1}.get(
+        primitive, rounds
+    )
 
 
 def flat_s(primitive: str, payload_bytes: float, size: int, link: Link, backend: str) -> float:
     """Seconds of one call over `size` ranks that all use `link`."""
     latency_s = num_rounds(primitive, size, backend) * link.latency_s
     share = 1.0 if primitive == "send" else link.collective_share
-    return latency_s + wire_bytes(primitive, round(payload_bytes), size) / (share * link.bandwidth_bytes_per_s)
+    is_rooted = size > 1 and primitive in ("broadcast", "reduce")  # the slowest rank, not the mean
+    sent_bytes = round(payload_bytes) if is_rooted else wire_bytes(primitive, round(payload_bytes), size)
+    return latency_s + sent_bytes / (share * link.bandwidth_bytes_per_s)
 
 
 def route(axis: str, model: ModelSpec, strategy: Strategy, cluster: ClusterSpec) -> Route:

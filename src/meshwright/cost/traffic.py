@@ -13,11 +13,12 @@ from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import kv_replicas
+from meshwright.core.placement import kv_group
 from meshwright.core.sharding import Level, sharding
 from meshwright.core.strategy import Strategy
 from meshwright.cost import context
 from meshwright.cost.experts import add_router_traffic, add_tensor_traffic
+from meshwright.cost.grids import Sizes, grid_traffic
 
 SCALAR_BYTES = 8
 """Counts, norms and losses cross the ranks in float64."""
@@ -31,7 +32,7 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
         DP_CP: strategy.data_ranks,
         DP_NODE: strategy.dp_local,
         DP_ACROSS: strategy.data_ranks // strategy.dp_local,
-        TP_KV: kv_replicas(model, strategy.tp),
+        TP_KV: kv_group(model, strategy),
         PP_ENDS: len(set(strategy.end_ranks)),
         PP_MIRROR: strategy.pipeline_schedule.num_directions,
         WORLD: strategy.world_size,
@@ -40,19 +41,26 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
 
 def traffic(model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int]) -> Traffic:
     """One training step of the rank at mesh coordinates `at`."""
-    return Traffic({**micro_batch_traffic(model, job, strategy, at[PP]).rows, **step_traffic(model, strategy, at).rows})
+    repeated = micro_batch_traffic(model, job, strategy, at[PP], at.get(TP, 0))
+    return Traffic({**repeated.rows, **step_traffic(model, strategy, at).rows})
 
 
-def micro_batch_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> Traffic:
-    """The part that every micro-batch sends: within layers and between the stages of pipeline ranks."""
-    return stages_traffic(model, job, strategy, strategy.rank_stages(rank))
+def micro_batch_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int, index: int = 0) -> Traffic:
+    """The part that every micro-batch sends: within layers and between the stages of pipeline ranks.
+
+    `index` is the position on tp: on a cube a rank's share of an uneven vocabulary depends on it.
+    """
+    return stages_traffic(model, job, strategy, strategy.rank_stages(rank), index)
 
 
-def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Iterable[int]) -> Traffic:
+def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Iterable[int], index: int = 0) -> Traffic:
     """Likewise of some stages of a rank."""
     total = Traffic()
     for stage in stages:
-        _tensor(total, model, job, strategy, stage)
+        if strategy.tensor.kind == "1d":
+            _tensor(total, model, job, strategy, stage)
+        else:
+            grid_traffic(total, _grid_sizes(model, job, strategy, index), strategy, stage)
         _pipeline(total, model, job, strategy, stage)
         num_layers = len(strategy.stage_layers(model.num_layers)[stage])
         context.add_attention(total, model, job, strategy, num_layers)
@@ -87,6 +95,19 @@ def region_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
     """A hidden state as the tp ranks together hold it: what a column-parallel region takes in."""
     parts = strategy.tp if strategy.sequence == "megatron" else 1
     return hidden_bytes(model, job, strategy) * parts
+
+
+def _grid_sizes(model: ModelSpec, job: Job, strategy: Strategy, index: int) -> Sizes:
+    return Sizes(
+        model=model,
+        grid=strategy.grid,
+        tokens=strategy.micro_batch_size * job.seq_length,
+        element_bytes=strategy.recipe.parameter_bytes,
+        statistic_bytes=strategy.recipe.statistic_bytes,
+        index=index,
+        splits_backward=strategy.splits_backward,
+        num_loss_sums=job.num_loss_sums,
+    )
 
 
 def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:

@@ -20,8 +20,9 @@ from meshwright.core.axes import CP, DP, PP, PP_MIRROR, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Grid
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import dim_range
+from meshwright.core.placement import even_split
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
 from meshwright.parallel import direct, dropout, pipeline, recompute, tensor, tiling
@@ -32,6 +33,8 @@ from meshwright.parallel.context.share import Cutter, Share
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.dropout import Masks
 from meshwright.parallel.gather import Gatherer
+from meshwright.parallel.grids import apply as grids
+from meshwright.parallel.grids.apply import own_sequences
 from meshwright.parallel.loss import Slice, cross_entropy_sum
 from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.routers import Routers
@@ -42,17 +45,19 @@ from meshwright.schedule.evaluation import evaluation_program
 
 
 class _StageLoss(nn.Module):
-    """Cross entropy over this rank's slice of the vocabulary."""
+    """Cross entropy of this rank's sequences over its slice of the vocabulary."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, job: Job) -> None:
+    def __init__(self, spec: ModelSpec, grid: Grid, mesh: Mesh, job: Job) -> None:
         super().__init__()
-        axis, size = mesh[TP], spec.vocab_size
-        first, _ = dim_range(spec, "vocab", size, axis.size, axis.index)
+        axis, size = mesh[grid.vocab_axis], spec.vocab_size
+        self._mesh, self._sequence_axes = mesh, grid.logit_axes
+        first, _ = even_split(size, axis.size, axis.index)
         self.trained = Slice(axis, first, size, job.smoothing(size), job.z_loss)
         self.evaluated = self.trained.plain()
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, labels, self.trained if torch.is_grad_enabled() else self.evaluated)
+        own = own_sequences(labels, self._mesh, self._sequence_axes)
+        return cross_entropy_sum(logits, own, self.trained if torch.is_grad_enabled() else self.evaluated)
 
 
 class ParallelModel:
@@ -82,7 +87,10 @@ class ParallelModel:
         context.apply(model, strategy.context, mesh[CP])
         self.routers = _routers(model, spec, strategy, mesh)
         """Of a mixture of experts."""
-        tensor.apply(model, spec, mesh[TP], strategy.sequence)
+        if strategy.tensor.kind == "1d":
+            tensor.apply(model, spec, mesh[TP], strategy.sequence)
+        else:
+            grids.apply(model, spec, strategy.grid, mesh)
         tp = mesh[TP] if strategy.sequence == "megatron" else None
         self.masks = Masks(job.dropout, 0, *((tp.index, tp.size) if tp else (0, 1)))
         dropout.apply(model, self.masks)
@@ -98,7 +106,7 @@ class ParallelModel:
         self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)
         self.runner = StageRunner(
             stages,
-            _StageLoss(spec, mesh, job),
+            _StageLoss(spec, strategy.grid, mesh, job),
             mesh,
             strategy,
             self.reducer,
@@ -114,7 +122,7 @@ class ParallelModel:
         if strategy.pipeline_schedule.is_asynchronous:
             self.endless = EndlessPipeline(self.runner, self.states, self.reducer, strategy, mesh[PP].index)
         self._model = model
-        self._cutter = Cutter(mesh[CP], strategy.context.balance)
+        self._cutter = Cutter(mesh[CP], strategy.context.balance, strategy.tensor.kind)
         self._num_sequences = 0
         """Of this step, over all ranks, that were trained on."""
         self.runner.on_micro_batch = self.masks.enter
@@ -262,8 +270,8 @@ class ParallelModel:
         return ActivationCensus(ignored, self.products)
 
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` on the one rank of a tp group that counts it, zero on the others."""
-        return loss if self.mesh[TP].index == 0 else torch.zeros_like(loss)
+        """`loss` on one of the tp ranks that have the same tokens, zero on the others."""
+        return loss if self.mesh[self.strategy.grid.vocab_axis].index == 0 else torch.zeros_like(loss)
 
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Counted tokens over all dp ranks, float64 scalar. Before the first backward, so that it is exact.

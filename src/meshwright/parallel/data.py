@@ -332,10 +332,14 @@ class _Shards:
         self._sum((bucket, bucket.layout.sum_over) for bucket in self._states.buckets)
 
     def _sum(self, shards: Iterable[tuple[FlatBucket, tuple[str, ...]]]) -> None:
+        """All buckets at once, each over its axes one after the other: a sum over the second is one of sums."""
+        left = [(bucket, axes) for bucket, axes in shards if axes]
         with self._mesh.ledger.phase("gradients"):
-            works = [all_reduce_start(b.own_gradients, self._mesh[axis]) for b, axes in shards for axis in axes]
-            for work in works:
-                work.wait()
+            while left:
+                works = [all_reduce_start(bucket.own_gradients, self._mesh[axes[0]]) for bucket, axes in left]
+                for work in works:
+                    work.wait()
+                left = [(bucket, axes[1:]) for bucket, axes in left if axes[1:]]
 
 
 class _StoredShards(_Shards):

@@ -23,6 +23,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.parallel.experts import ExpertLinear
+from meshwright.parallel.grids.apply import GridLinear
+from meshwright.parallel.grids.embedding import GridEmbedding
+from meshwright.parallel.grids.product import Algorithm, Leave
 from meshwright.parallel.products import Products
 from meshwright.parallel.states import FlatStates, GradientSink
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -90,14 +93,34 @@ def apply(states: FlatStates) -> Products:
     return products
 
 
+def _leaver(products: Products, sink: GradientSink, algorithm: Algorithm) -> Leave:
+    """Where a layer on a grid leaves its weight gradient, of which `algorithm` computes this rank's block."""
+
+    def put(to: GradientSink, grads: torch.Tensor, inputs: torch.Tensor) -> None:
+        to.add(algorithm.weight_gradient(algorithm.prepare(grads), inputs))
+
+    def leave(grads: torch.Tensor, prepared: torch.Tensor, inputs: torch.Tensor) -> None:
+        if products.is_postponed:
+            products.postpone([(sink, grads)], inputs, lambda: inputs, put=put)
+        else:
+            sink.add(algorithm.weight_gradient(prepared, inputs))
+
+    return leave
+
+
 def _writes(module: nn.Module) -> bool:
-    return isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | ExpertLinear)
+    return isinstance(
+        module,
+        ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | ExpertLinear | GridLinear | GridEmbedding,
+    )
 
 
 def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
     if isinstance(module, ExpertLinear):
         module.write = lambda grads, inputs, counts: products.add([(sink, grads)], inputs, counts)
-    elif isinstance(module, VocabParallelEmbedding):
+    elif isinstance(module, GridLinear):
+        module.leave = _leaver(products, sink, module.algorithm)
+    elif isinstance(module, VocabParallelEmbedding | GridEmbedding):
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
     elif isinstance(module, ColumnParallelLinear):
         module.sink, module.region.products = sink, products

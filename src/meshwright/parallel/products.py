@@ -13,6 +13,8 @@ from meshwright.parallel.states import GradientSink
 
 Written = tuple[GradientSink, torch.Tensor]
 """Where a weight's gradient goes, and the gradient of its layer's output [T, out]."""
+Put = Callable[[GradientSink, torch.Tensor, torch.Tensor], None]
+"""(sink, grads [T, out], inputs [T, in]): leaves a weight's gradient in its sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Product:
     """What counts what is kept for it, while it is."""
     counts: Sequence[int] | None = None
     """Of experts: rows of each run (`GradientSink.add_product`)."""
+    put: Put | None = None
+    """How one of them is computed and left in its sink, where it is not their product alone."""
 
     @property
     def sinks(self) -> list[GradientSink]:
@@ -34,7 +38,12 @@ class Product:
     @torch.no_grad()
     def write(self) -> None:
         """dW, to their sinks."""
-        write(self.written, self.inputs(), self.counts)
+        if self.put is None:
+            write(self.written, self.inputs(), self.counts)
+        else:
+            inputs = self.inputs()
+            for sink, grads in self.written:
+                self.put(sink, grads, inputs)
 
 
 class Products:
@@ -76,6 +85,7 @@ class Products:
         kept: torch.Tensor,
         inputs: Callable[[], torch.Tensor],
         counts: Sequence[int] | None = None,
+        put: Put | None = None,
     ) -> None:
         """Leave products for later.
 
@@ -83,10 +93,11 @@ class Products:
             kept: what `inputs` is made of.
             inputs: makes the layers' common input [T, in].
             counts: of experts, rows of each run.
+            put: computes one of them, where it is not a product of the two alone.
         """
         assert self._postponed is not None
         counted = tuple(self.keep(grads) for _, grads in written)
-        self._postponed.append(Product(tuple(written), inputs, (*counted, self.keep(kept)), counts))
+        self._postponed.append(Product(tuple(written), inputs, (*counted, self.keep(kept)), counts, put))
 
 
 def write(written: Sequence[Written], inputs: torch.Tensor, counts: Sequence[int] | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.measures import PRIMITIVES, MemoryBreakdown, Traffic
 from meshwright.core.units import format_bytes, format_time, in_unit, unit_of
 from meshwright.report.figures import COLOURS, lay_out, memory_figure, plotly
 from meshwright.report.tables import MEMORY_CATEGORIES, NONE, plain_table, sparkline
@@ -43,7 +43,7 @@ def traffic_comparison(outcomes: Sequence[Outcome]) -> Table:
     """Wire bytes of each trial's busiest rank in a step by primitive, and in parameters of the model ("× N")."""
     unit = unit_of(max(record.traffic.wire_bytes for outcome in outcomes for record in outcome.records))
     used = {primitive for o in outcomes for r in o.records for primitive, _, _ in r.traffic.rows}
-    primitives = [name for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send") if name in used]
+    primitives = [name for name in PRIMITIVES if name in used]
 
     def cells(outcome: Outcome, traffic: Traffic) -> list[str]:
         plan = outcome.trial.plan

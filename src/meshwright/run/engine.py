@@ -20,7 +20,7 @@ from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import MemoryBreakdown, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.offload import TierTraffic
-from meshwright.core.placement import Box, kv_replicas
+from meshwright.core.placement import Box, kv_group
 from meshwright.core.plan import Plan
 from meshwright.models import init
 from meshwright.models.hf import HFCheckpoint
@@ -392,7 +392,7 @@ def sub_axes(plan: Plan) -> SubAxes:
     """How the axes of `plan` are cut into parts: arguments of `Mesh.create` and of `comm.mesh.axis_groups`."""
     strategy = plan.strategy
     return SubAxes(
-        kv_replicas=kv_replicas(plan.model, strategy.tp),
+        kv_replicas=kv_group(plan.model, strategy),
         dp_local=strategy.dp_local,
         tensor=strategy.grid.axes,
         pp_ends=strategy.end_ranks,

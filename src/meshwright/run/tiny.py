@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.core.axes import CP, DP, MESH_ORDER, PP
+from meshwright.core.axes import CP, DP, MESH_ORDER, PP, TP
 from meshwright.core.cluster import ClusterSpec
+from meshwright.core.layouts import Grid, Tensor, grid
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import kv_replicas
+from meshwright.core.placement import kv_group
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_cluster
 from meshwright.core.strategy import Strategy
@@ -32,7 +33,7 @@ def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
     (norms, biases, positions, tied embeddings, whether key/value heads are replicated over tp).
     """
     strategy = _strategy(plan.strategy)
-    model = _model(plan.model, strategy, has_kv_replicas=kv_replicas(plan.model, plan.strategy.tp) > 1)
+    model = _model(plan.model, strategy, has_kv_replicas=kv_group(plan.model, plan.strategy) > 1)
     batch = strategy.dp * strategy.num_micro_batches * strategy.micro_batch_size
     parts = strategy.hidden_parts[1]
     lengths = {"seq_length": -(-SEQ_LENGTH // parts) * parts, "global_batch_size": batch}
@@ -42,23 +43,47 @@ def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
 
 
 def _strategy(planned: Strategy) -> Strategy:
-    """Degrees as planned where all ranks fit on one machine, else at most two ranks of every axis."""
-    most = max(planned.sizes.values()) if planned.world_size <= MAX_RANKS else 2
-    degrees = {axis: min(degree, most) for axis, degree in planned.sizes.items()}
-    if 1 < planned.dp_local < planned.data_ranks:
-        degrees |= {DP: 4, CP: 1, PP: 1}  # two nodes of two
+    """Degrees as planned where all ranks fit on one machine, else at most two ranks of every axis, and of a grid's."""
+    degrees, tensor = _degrees(planned)
     change = {
+        "tensor": tensor,
         **{axis: degree for axis, degree in degrees.items() if axis != CP},
         "context": planned.context.model_copy(update={"degree": degrees[CP]}),
         "num_micro_batches": _num_micro_batches(planned, degrees[PP]),
-        "micro_batch_size": min(planned.micro_batch_size, 2),
+        "micro_batch_size": _micro_batch_size(planned, grid(tensor, degrees[TP])),
         "precision": "fp64",
         "layers_per_stage": None,
         "bucket_bytes": BUCKET_BYTES,
         "tile": min(planned.tile, HEAD_DIM),
+        **({} if planned.tensor.kind == "1d" else {"shard_over": "all", "ranks_per_node": None}),
         "offload": planned.offload.model_copy(update={"group_numel": GROUP_NUMEL}),
     }
     return planned.model_copy(update=change)
+
+
+def _degrees(planned: Strategy) -> tuple[dict[str, int], Tensor]:
+    """Axis → ranks; and the layout of those of tp."""
+    most = max(planned.sizes.values()) if planned.world_size <= MAX_RANKS else 2
+    degrees = {axis: min(degree, most) for axis, degree in planned.sizes.items()}
+    if _is_in_two_levels(planned):
+        degrees |= {DP: 4, CP: 1, PP: 1}  # two nodes of two
+    if planned.tensor.kind == "1d" or planned.world_size <= MAX_RANKS or planned.tp == 1:
+        return degrees, planned.tensor
+    tensor = planned.tensor.model_copy(update={"depth": min(planned.tensor.depth, 2)})
+    tp = 8 if tensor.kind == "3d" else 4 * tensor.depth
+    other = next((axis for axis in (PP, DP) if tp < MAX_RANKS and degrees[axis] > 1), None)
+    return {**dict.fromkeys(degrees, 1), TP: tp, **({other: 2} if other else {})}, tensor
+
+
+def _is_in_two_levels(planned: Strategy) -> bool:
+    """Whether collectives over dp are, and two nodes of two ranks can stand for it; beside a grid they are too few."""
+    return 1 < planned.dp_local < planned.data_ranks and planned.tensor.kind == "1d"
+
+
+def _micro_batch_size(planned: Strategy, small: Grid) -> int:
+    """One sequence or two, of each part that a grid cuts a micro-batch into."""
+    parts = planned.grid.parts(planned.grid.batch_axes)
+    return min(planned.micro_batch_size // parts, 2) * small.parts(small.batch_axes)
 
 
 def _num_micro_batches(planned: Strategy, pp: int) -> int:
@@ -98,13 +123,15 @@ def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
 def _cluster(planned: Strategy, strategy: Strategy) -> ClusterSpec:
     """This machine; where the plan's collectives over dp go in two levels, its ranks stand for those of two nodes."""
     cluster = load_cluster(f"local:{strategy.world_size}")
-    if not 1 < planned.dp_local < planned.data_ranks:
+    if not _is_in_two_levels(planned):
         return cluster
     return cluster.model_copy(update={"num_nodes": 2, "devices_per_node": cluster.devices_per_node // 2})
 
 
 def _differences(planned: Strategy, clone: Strategy) -> Iterator[str]:
     """What a user should know of the clone: `tp=2 for 8`."""
+    if planned.tensor.depth != clone.tensor.depth:
+        yield f"tensor.depth={clone.tensor.depth} for {planned.tensor.depth}"
     for name in (*MESH_ORDER, "num_micro_batches", "micro_batch_size", "precision", "tile"):
         old, new = getattr(planned, name), getattr(clone, name)
         if old != new:

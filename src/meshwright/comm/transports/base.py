@@ -75,6 +75,10 @@ class Transport(ABC):
         """x ← x of rank `root`."""
 
     @abstractmethod
+    def reduce(self, x: Tensor, root: int) -> Handle:
+        """x ← Σ x on rank `root`; x of the others is only read."""
+
+    @abstractmethod
     def barrier(self) -> Handle:
         """Done when all ranks have called it."""
 

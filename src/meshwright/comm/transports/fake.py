@@ -28,6 +28,9 @@ class Fake(Transport):
     def broadcast(self, x: Tensor, root: int) -> Handle:
         return DONE
 
+    def reduce(self, x: Tensor, root: int) -> Handle:
+        return DONE
+
     def barrier(self) -> Handle:
         return DONE
 

@@ -4,6 +4,7 @@ What is faster was measured by `benchmarks/collectives.py`:
 
     reduce_scatter   direct exchange + local sum: gloo's own is an all-reduce, 2 to 5 times slower
     all_gather       direct exchange into the output: gloo's own copies twice
+    reduce           direct to the root, and a sum there in rank order
     all_to_all       gloo's own: as fast as a direct exchange, faster for small tensors
     all_reduce       up to SMALL_BYTES every rank sends all to all and sums; above it gloo's ring.
                      16-bit floats of three and more ranks go reduce-scatter + all-gather, because gloo would
@@ -55,11 +56,28 @@ class Gloo(Group):
         _copy_own(blocks[self._index], x)
         return self._gather_blocks(blocks)
 
+    def reduce(self, x: Tensor, root: int) -> Handle:
+        flat, is_root = x.view(-1), self._index == root
+        if not is_root:
+            return self._one_way(flat, to=root)
+        parts = [flat if peer == root else torch.empty_like(flat) for peer in range(self._size)]
+        return self._one_way(flat, received=parts)
+
     def send(self, x: Tensor, to: int, tag: int) -> Handle:
         return Pending([self._group.send([x.view(-1)], to, tag)], alive=[x]) if x.numel() else DONE
 
     def recv(self, out: Tensor, source: int, tag: int) -> Handle:
         return Pending([self._group.recv([out.view(-1)], source, tag)], alive=[out]) if out.numel() else DONE
+
+    def _one_way(self, flat: Tensor, to: int | None = None, received: Sequence[Tensor] = ()) -> Handle:
+        """Send `flat` to one rank, or receive from all others and sum in rank order."""
+        tag = FIRST_OWN_TAG + next(self._sequence) % _NUM_OWN_TAGS
+        if not flat.numel():
+            return DONE
+        if to is not None:
+            return Pending([self._group.send([flat], to, tag)], alive=[flat])
+        works = [self._group.recv([part], peer, tag) for peer, part in enumerate(received) if peer != self._index]
+        return Pending(works, lambda: self._reduce(received, flat, "sum"), [flat, *received])
 
     def _all_reduce_small(self, x: Tensor, op: ReduceOp) -> Handle:
         flat = x.view(-1)

@@ -13,7 +13,7 @@ There are no threads: a started call tells its first round at once, if nothing i
 round, whenever a call of the group is started or waited for. So a rank that computes longer is waited for at the
 second call after its own, not at the first. A socket's bytes cost this rank's own cores more time than that
 (`benchmarks/collectives.py`).
-Broadcasts and exchanges go through gloo, and so does everything if the ranks of the group are not all processes of one
+Exchanges go through gloo, and so does everything if the ranks of the group are not all processes of one
 Linux host. What goes through gloo is posted when it is started, whatever memory still waits for: calls across nodes run
 while those inside a node are waited for.
 Messages between two ranks of one host go through memory too (`messages`), where the group has met for them.
@@ -76,7 +76,10 @@ class Host(Transport):
         return self._gloo.all_to_all(out, x, out_splits, in_splits)
 
     def broadcast(self, x: Tensor, root: int) -> Handle:
-        return self._gloo.broadcast(x, root)
+        return self._start(lambda s: self._broadcast(s, x.view(-1), root), lambda: self._gloo.broadcast(x, root))
+
+    def reduce(self, x: Tensor, root: int) -> Handle:
+        return self._start(lambda s: self._reduce(s, x.view(-1), root), lambda: self._gloo.reduce(x, root))
 
     def barrier(self) -> Handle:
         return self._gloo.barrier()
@@ -169,6 +172,30 @@ class Host(Transport):
             yield
             for j in self._peers():
                 out[j, columns].copy_(segments.peer(j, x.dtype, width))
+
+    def _broadcast(self, segments: Segments, x: Tensor, root: int) -> Rounds:
+        """x [n] ← x of the root; one round per piece."""
+        for piece in _pieces(x):
+            if self._index == root:
+                segments.own(x.dtype, piece.numel()).copy_(piece)
+            yield
+            if self._index != root:
+                piece.copy_(segments.peer(root, x.dtype, piece.numel()))
+
+    def _reduce(self, segments: Segments, x: Tensor, root: int) -> Rounds:
+        """x [n] ← Σ x on the root; one round per piece."""
+        for piece in _pieces(x):
+            if self._index != root:
+                segments.own(x.dtype, piece.numel()).copy_(piece)
+            yield
+            if self._index == root:
+                parts = [piece if j == root else segments.peer(j, x.dtype, len(piece)) for j in range(self._size)]
+                reduce_in_order(parts, piece, "sum")
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """x [n] in pieces of a slot; none of an empty one."""
+    return x.split(SLOT_BYTES // x.element_size()) if x.numel() else ()
 
 
 class _Queue:

@@ -20,6 +20,9 @@ class Nccl(Group):
         work = dist.all_gather_single(out.view(-1), x.view(-1), group=self._group, async_op=True)
         return Pending([work], alive=[out, x])
 
+    def reduce(self, x: Tensor, root: int) -> Handle:
+        return Pending([dist.reduce(x, group=self._group, group_dst=root, async_op=True)], alive=[x])
+
     def send(self, x: Tensor, to: int, tag: int) -> Handle:
         return Pending([self._group.send([x], to, tag)], alive=[x])
 

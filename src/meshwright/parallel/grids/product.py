@@ -1,0 +1,77 @@
+"""What a linear layer on a grid asks of an algorithm, and what autograd sees of it.
+
+Each rank has a block of the input, of the weight and of the output; the algorithm moves blocks so that products of
+whole matrices come out. Backward keeps the rank's own blocks alone, and moves the others' again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Leave = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(gradient of the output, the same prepared, input): computes the weight's gradient now or later, and keeps it."""
+
+
+class Algorithm(Protocol):
+    """Products of matrices that lie in blocks on a grid. All are collective: every rank of the grid takes part.
+
+    Blocks of this rank: x [T', in'], weight [out', in'], y and grad [T'', out'].
+    """
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """y = x · weightᵀ."""
+
+    def prepare(self, grad: torch.Tensor) -> torch.Tensor:
+        """What both gradients need of the output's gradient."""
+
+    def input_gradient(self, prepared: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """grad · weight, as x lies."""
+
+    def weight_gradient(self, prepared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """gradᵀ · x, as the weight lies."""
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm, leave: Leave | None
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        ctx.save_for_backward(rows, weight)
+        ctx.algorithm, ctx.leave, ctx.shape = algorithm, leave, x.shape
+        return algorithm.multiply(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        prepared = ctx.algorithm.prepare(grad)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ctx.algorithm.input_gradient(prepared, weight).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            if ctx.leave is None:
+                grad_weight = ctx.algorithm.weight_gradient(prepared, rows)
+            else:
+                ctx.leave(grad, prepared, rows)
+        return grad_x, grad_weight, None, None
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm, leave: Leave | None = None) -> torch.Tensor:
+    """x · weightᵀ over a grid, differentiable.
+
+    Args:
+        x: this rank's block [b', s, in'].
+        weight: this rank's block [out', in'].
+        leave: takes over the weight's gradient; None leaves it to autograd.
+
+    Returns:
+        this rank's block [b'', s, out'].
+    """
+    rows: torch.Tensor = _Product.apply(x, weight, algorithm, leave)
+    return rows.view(-1, x.shape[1], rows.shape[-1])
