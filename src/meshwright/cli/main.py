@@ -36,6 +36,7 @@ ORDER = (
     "compare",
     "verify",
     "generate",
+    "serve",
     "export",
 )
 """How `--help` lists the commands; others follow by name."""

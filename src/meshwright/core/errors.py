@@ -8,6 +8,7 @@ MeshwrightError            one clear line; the command line prints it and exits 
 │   └── Deadlock           one whose ranks wait for each other (schedule/walk.py)
 ├── CheckpointError        a checkpoint that is missing, damaged or does not match
 ├── ParityError            a layout that does not compute what one process computes
+├── EngineFailure          an engine that serves no more requests (serve/loop.py)
 └── RankError              a rank that failed; names it
 """
 

@@ -9,4 +9,6 @@ training      one rank of a training run
 parity        a plan's layout on a tiny clone of its model (tiny) beside one process
 compare       one model trained in several ways; what came of each (outcome)
 restore       a trained run as a plain model
+served        a Hugging Face folder or a run as a model that can be served
+serving       a server over it: listen, answer, drain, end
 """

@@ -11,4 +11,11 @@ linear      products with weights laid out once for the processor
 runner      one rank's part of the model, by the modules that training uses
 sampler     the choice of a token by a request's own parameters and seed
 engine      all of it together: submit, step, generate
+grammar     which tokens may come next where an answer must match a JSON schema
+loop        the engine in a thread of its own, between requests and clients
+template    a model's own chat template
+metrics     what is counted, under the names that dashboards know
+api         bodies of the OpenAI API
+answering   events as answers and streams
+app         the routes
 """

@@ -139,7 +139,8 @@ class Engine:
         """Tokens of prompt and answer together, by the model."""
         self._outputs: dict[Sequence, _Output] = {}
         self._next_id = 0
-        self._pending: list[Event] = []
+        self.last_step_tokens = 0
+        """Tokens that the last step computed."""
 
     @property
     def max_length(self) -> int:
@@ -156,13 +157,25 @@ class Engine:
             )
         return num_blocks
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises InputError where it is none, or there is no tokenizer."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text. Raises InputError where it is none, or there is no tokenizer.
+
+        Args:
+            special: False: without the tokenizer's own beginning, where the text has it already.
+        """
         if self.tokenizer is None:
             raise InputError("this model has no tokenizer: give prompts as token ids")
         if any(0xD800 <= ord(character) < 0xE000 for character in text):
             raise InputError("the prompt is not valid UTF-8 text: it holds a lone surrogate")
-        return list(self.tokenizer.encode(text, add_special_tokens=self._special_tokens).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=special and self._special_tokens).ids)
+
+    def decode(self, tokens: Ordered[int], special: bool = False) -> str:
+        """Text of token ids, with special ones or without. Raises InputError where there is none."""
+        if self.tokenizer is None:
+            raise InputError("this model has no tokenizer: token ids are all there is")
+        if (wrong := next((t for t in tokens if not 0 <= t < self.spec.vocab_size), None)) is not None:
+            raise InputError(f"token {wrong} is none of the model's: ids go from 0 to {self.spec.vocab_size - 1}")
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def check(self, prompt: Ordered[int], params: SamplingParams) -> None:
         """Raises InputError where a request could never be answered."""
@@ -213,6 +226,7 @@ class Engine:
         made = sequences(self._next_id, tokens, params, seed, self.max_length, order, deadline)
         self._next_id += params.n
         for sequence in made:
+            sequence.arrived_s = now
             sequence.matcher = matchers() if matchers else None
             self._outputs[sequence] = _Output(self._detokenizer(), StopFinder(params.stop))
             self.scheduler.add(sequence)
@@ -239,6 +253,7 @@ class Engine:
         """
         events = [Event(s, self._end(s, "deadline"), finish="deadline") for s in list(self.scheduler.late())]
         chunks = self.scheduler.step()
+        self.last_step_tokens = sum(chunk.count for chunk in chunks)
         if not chunks:
             return events
         batch = make_batch(chunks, self.options.block_size)

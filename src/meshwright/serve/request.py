@@ -129,6 +129,8 @@ class Sequence:
     num_cached: int = 0
     """Tokens of the prompt that the prefix cache had when the sequence first started."""
     num_preemptions: int = 0
+    arrived_s: float = 0.0
+    """On the scheduler's clock."""
     started_s: float | None = None
     """When it first took part in a step."""
     finish: Finish | None = None

@@ -1,0 +1,52 @@
+"""`meshwright serve`: a model behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve_command(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or the folder of a training run.")],
+    plan: Annotated[Path | None, typer.Option(help="Plan file whose tp and pp the model is divided by.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="MESHWRIGHT_API_KEY", help="Asked of every client.")] = None,
+    cache_mib: Annotated[int, typer.Option(min=1, help="Memory of the key/value cache on each rank, MiB.")] = 512,
+    block_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens of one block of the cache.")] = 16,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that one step computes at most.")] = 256,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step at most.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 429.")] = 1024,
+    prefix_cache: Annotated[bool, typer.Option(help="Whether requests share what they begin with.")] = True,
+) -> None:
+    """Serve a model over the OpenAI API: starts its own ranks, or takes its place among those of torchrun or Slurm."""
+    from meshwright.core.plan import Plan
+    from meshwright.run.environment import detect
+    from meshwright.run.launch import enter_ranks
+    from meshwright.run.served import open_model
+    from meshwright.serve.options import ServeOptions
+    from meshwright.serve.runner import check_servable
+
+    options = ServeOptions(
+        cache_bytes=cache_mib * 2**20, block_size=block_size, step_tokens=step_tokens, max_running=max_running,
+        max_waiting=max_waiting, prefix_cache=prefix_cache,
+    )  # fmt: skip
+    asked = Plan.load(plan) if plan else None
+    num_ranks = asked.strategy.world_size if asked else 1
+
+    def before() -> None:
+        spec = open_model(model).spec
+        if asked is not None:
+            check_servable(spec, asked.strategy)
+
+    has_ranks = num_ranks > 1 or detect(os.environ) is not None
+    if has_ranks and enter_ranks(sys.argv[1:], num_ranks, before=before) is None:
+        return
+    from meshwright.run.serving import Address, serve
+
+    serve(model, asked, options, Address(host, port, api_key), name)

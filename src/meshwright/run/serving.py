@@ -1,0 +1,157 @@
+"""A server over a model: rank 0 answers clients, the other ranks follow its engine.
+
+SIGTERM or Ctrl-C: no new connections; what is under way is answered, then all ranks end. A rank that is lost: open
+requests get an error at once, `/health` turns red, and the server ends with one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from meshwright.core.axes import WORLD
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.units import counted
+from meshwright.run.served import Served, open_model
+from meshwright.serve.app import Service, make_app
+from meshwright.serve.engine import Engine, Event
+from meshwright.serve.grammar import Grammars
+from meshwright.serve.loop import EngineFailure, EngineLoop
+from meshwright.serve.metrics import Metrics
+from meshwright.serve.options import ServeOptions
+from meshwright.serve.template import ChatTemplate
+
+RED_S = 2.0
+"""How long a server whose engine has failed still answers, so that clients and watchers see it; and how long it waits
+after SIGTERM for such a failure to show: who starts the ranks stops them all when one is lost."""
+DRAIN_S = 60
+"""How long answers under way may take after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the server listens, and who may ask."""
+
+    host: str
+    port: int
+    api_key: str | None = None
+
+    def bind(self) -> socket.socket:
+        """A socket there. Raises InputError where it cannot be had."""
+        try:
+            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((self.host, self.port))
+        except OSError as error:
+            raise InputError(f"{self.host}:{self.port}: cannot listen there: {error.strerror}; try --port") from None
+        return bound
+
+
+def serve(path: Path, plan: Plan | None, options: ServeOptions, address: Address, name: str | None) -> None:
+    """Serve until told to end. Every rank calls it.
+
+    Args:
+        path: a Hugging Face folder, or a training run.
+        plan: how the model is divided; None: one rank.
+        name: what clients call the model; None: the name of its folder.
+
+    Raises:
+        MeshwrightError: what cannot be served, or a rank that was lost.
+    """
+    served = open_model(path)
+    bound = address.bind()
+    engine = served.engine(plan, options)
+    if engine.mesh.rank:
+        for ended in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when
+            signal.signal(ended, signal.SIG_IGN)
+        bound.close()
+        engine.follow()
+        return
+    model_name = name or path.resolve().name
+    service, failures = _service(served, engine, model_name, address.api_key)
+    _run(service, bound, _greeting(engine, model_name, bound))
+    if failures:
+        raise failures[0].__cause__ if isinstance(failures[0].__cause__, MeshwrightError) else failures[0]
+
+
+def _service(served: Served, engine: Engine, name: str, api_key: str | None) -> tuple[Service, list[EngineFailure]]:
+    """What the routes need, and a list that a failure of the engine is written to."""
+    metrics, failures = Metrics(engine.scheduler, name), []
+
+    def watch(events: Ordered[Event], num_tokens: int) -> None:
+        if num_tokens:
+            metrics.step(num_tokens)
+        for event in events:
+            if event.token is not None:
+                metrics.token(event.sequence)
+            if event.finish is not None:
+                metrics.end(event.sequence)
+
+    loop = EngineLoop(engine, watch, failures.append)
+    template = None if served.template is None else ChatTemplate(served.template, served.special)
+    grammars = Grammars(served.tokenizer, served.spec.vocab_size, engine.end_tokens)
+    return Service(loop, metrics, name, template, grammars, api_key), failures
+
+
+def _greeting(engine: Engine, name: str, bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    blocks = engine.scheduler.blocks
+    cached = blocks.num_blocks * blocks.block_size
+    return (
+        f"serving {name} at http://{host}:{port}: cache of {cached:,} tokens ({engine.runner.cache_bytes / 2**20:,.0f} "
+        f"MiB on each rank), {counted(cached // engine.max_length, 'request')} of {engine.max_length:,} tokens at once"
+    )
+
+
+def _run(service: Service, bound: socket.socket, greeting: str) -> None:
+    config = uvicorn.Config(
+        make_app(service), log_level="error", access_log=False, timeout_graceful_shutdown=DRAIN_S, ws="none"
+    )
+    server = _Server(config, patience_s=RED_S if service.loop.engine.mesh[WORLD].size > 1 else 0.0)
+    # the server's own handlers end it in order, and then raise the signal again: SIGTERM was obeyed by then
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    async def run() -> None:
+        watching = asyncio.ensure_future(_end_when_failed(service, server))
+        print(greeting, flush=True)
+        await server.serve(sockets=[bound])
+        watching.cancel()
+
+    try:
+        asyncio.run(run())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Server(uvicorn.Server):
+    """Ends `patience_s` after SIGTERM, and at once after Ctrl-C."""
+
+    def __init__(self, config: uvicorn.Config, patience_s: float) -> None:
+        super().__init__(config)
+        self._patience_s = patience_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of a signal."""
+        if sig != signal.SIGTERM or not self._patience_s:
+            super().handle_exit(sig, frame)
+            return
+        ending = threading.Timer(self._patience_s, super().handle_exit, (sig, frame))
+        ending.daemon = True
+        ending.start()
+
+
+async def _end_when_failed(service: Service, server: uvicorn.Server) -> None:
+    while service.loop.failure is None:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(RED_S)
+    server.should_exit = True

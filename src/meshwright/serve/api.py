@@ -1,0 +1,272 @@
+"""Bodies of the OpenAI API: what a client may send, as SamplingParams, and what it gets back. Free of torch.
+
+A field that changes the answer and is not there is refused; those that change nothing are accepted and passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright.core.errors import InputError
+from meshwright.core.values import first_error
+from meshwright.serve.request import SamplingParams
+from meshwright.serve.sampler import Logprobs
+
+Json = dict[str, Any]
+Body = TypeVar("Body", bound=BaseModel)
+CHAT, TEXT = "chat.completion", "text_completion"
+
+
+class StreamOptions(BaseModel):
+    """How a stream is sent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class _Common(BaseModel):
+    """Fields of both kinds of request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Json | None = None
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    timeout: float | None = Field(default=None, gt=0, le=86400)
+    """Seconds after which the answer ends as it is."""
+    user: str | None = None
+    metadata: Json | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def _params(self, **more: Any) -> SamplingParams:
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "seed", "n",
+        )  # fmt: skip
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams.parse(
+            {
+                **given, "stop": stop, "stop_token_ids": tuple(self.stop_token_ids or ()),
+                "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens,
+                "logit_bias": _biases(self.logit_bias or {}), "grammar": grammar_of(self.response_format), **more,
+            },
+            "request",
+        )  # fmt: skip
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(_Common):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InputError."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InputError(f"best_of={self.best_of}: only n={self.n or 1} answers are made; leave it out")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        wants_prompt = self.echo and self.logprobs is not None
+        return self._params(max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=wants_prompt)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or token ids. Raises InputError where there is none."""
+        given = self.prompt
+        if not given:
+            raise InputError("prompt: it is empty; give a text, token ids, or a list of them")
+        if isinstance(given, str):
+            return [given]
+        if isinstance(given[0], int):
+            return [list(given)]  # type: ignore[arg-type]
+        return list(given)  # type: ignore[arg-type]
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+
+    def for_template(self) -> Json:
+        """What a chat template reads."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+
+
+class ChatBody(_Common):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InputError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InputError("top_logprobs: it needs logprobs=true")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._params(max_tokens=self.max_completion_tokens or self.max_tokens, logprobs=logprobs)
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse(kind: type[Body], text: bytes) -> Body:
+    """A request's body. Raises InputError, in one line, whatever is wrong with it."""
+    try:
+        data = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise InputError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError("the body is JSON, but no object: write {...}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise InputError(first_error(error, "request")) from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise InputError(f"logit_bias: its keys are token ids, got {list(given)[:3]}") from None
+
+
+def grammar_of(response_format: Json | None) -> str | None:
+    """The JSON schema that an answer must match, as text; None: anything. Raises InputError."""
+    if response_format is None or response_format.get("type") == "text":
+        return None
+    if response_format.get("type") == "json_object":
+        return json.dumps({"type": "object"})
+    if response_format.get("type") == "json_schema":
+        named = response_format.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if isinstance(schema, dict):
+            return json.dumps(schema)
+        raise InputError("response_format: json_schema.schema is missing; it is a JSON schema")
+    raise InputError(f"response_format: type {response_format.get('type')!r}; use text, json_object or json_schema")
+
+
+# --- answers -----------------------------------------------------------------------------------------------
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+    """What a request took."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def chat_logprobs(found: Iterable[Logprobs], text_of: Callable[[int], str]) -> Json:
+    """Of a chat's answer."""
+
+    def one(token: int, logprob: float) -> Json:
+        text = text_of(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+
+    content = [
+        {**one(f.token, f.logprob), "top_logprobs": [one(token, logprob) for token, logprob in f.top]} for f in found
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(
+    found: Iterable[Logprobs], text_of: Callable[[int], str], first: int | None = None, offset: int = 0
+) -> Json:
+    """Of a completion.
+
+    Args:
+        first: the prompt's first token, which has none, where the prompt is echoed.
+        offset: characters before the first of these tokens.
+    """
+    out: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(token: int, logprob: float | None, top: Json | None) -> None:
+        nonlocal offset
+        text = text_of(token)
+        for name, value in zip(out, (text, logprob, top, offset), strict=True):
+            out[name].append(value)
+        offset += len(text)
+
+    if first is not None:
+        add(first, None, None)
+    for f in found:
+        add(f.token, _finite(f.logprob), {text_of(token): _finite(logprob) for token, logprob in f.top})
+    return out
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)
+
+
+def error_body(message: str, kind: str, code: int | str | None = None, param: str | None = None) -> Json:
+    """An error in the API's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

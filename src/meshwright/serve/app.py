@@ -1,0 +1,251 @@
+"""The server: routes of the OpenAI API over an engine's loop.
+
+    body ─▶ parse ─▶ prompts as tokens ─▶ tickets, one per prompt ─▶ events ─▶ one answer, or a stream of chunks
+
+A client that goes away takes its requests with it. Whatever a client sends, it gets an answer of the API's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib import resources
+from time import time
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from meshwright.core.errors import InputError
+from meshwright.serve import api
+from meshwright.serve.answering import Answering, Conversation
+from meshwright.serve.grammar import Grammars
+from meshwright.serve.loop import EngineFailure, EngineLoop
+from meshwright.serve.metrics import Metrics
+from meshwright.serve.template import ChatTemplate
+
+T = TypeVar("T")
+MAX_BODY_BYTES = 8 * 2**20
+BODY_TIMEOUT_S = 30.0
+"""How long a client may take to send a body."""
+
+
+class Refusal(Exception):
+    """An answer other than 200: its status, and a line for the client."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = api.error_body(message, kind, code or status)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes need."""
+
+    loop: EngineLoop
+    metrics: Metrics
+    model_name: str
+    template: ChatTemplate | None
+    grammars: Grammars
+    api_key: str | None = None
+
+    def check_model(self, asked: str | None) -> None:
+        """Refuse requests for another model."""
+        if asked is not None and asked != self.model_name:
+            shown = ascii(asked[:80])
+            message = f"model {shown} is not served here; use {self.model_name!r}"
+            raise Refusal(404, message, "not_found_error", "model_not_found")
+
+    def check_key(self, request: Request) -> None:
+        """Refuse who has not the key."""
+        if self.api_key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
+
+
+class Json(Response):
+    """JSON of any text, lone surrogates too."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content).encode()
+
+
+def make_app(service: Service) -> FastAPI:
+    """The server's routes; the engine's loop runs while it does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.loop.start()
+        yield
+        if service.loop.failure is None:
+            await service.loop.stop()
+
+    app = FastAPI(title="Meshwright", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(InputError, _bad_input)
+    app.add_exception_handler(EngineFailure, _failed)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    _add_information(app, service)
+    _add_answers(app, service)
+    return app
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return Json(error.body, status_code=error.status, headers=headers)
+
+
+async def _bad_input(_: Request, error: Exception) -> Response:
+    return Json(api.error_body(str(error), "invalid_request_error", 400), status_code=400)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return Json(api.error_body(str(error), "server_error", 503), status_code=503)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Json(api.error_body(str(error.detail), "invalid_request_error", error.status_code), error.status_code)
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    return Json(api.error_body(f"{type(error).__name__}: {error}", "server_error", 500), status_code=500)
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    started_s = int(time())
+    engine = service.loop.engine
+    card = {"id": service.model_name, "object": "model", "created": started_s, "owned_by": "meshwright",
+            "max_model_len": engine.max_length}  # fmt: skip
+
+    @app.get("/health")
+    async def health() -> Response:
+        failure = service.loop.failure
+        if failure is not None:
+            return Json(api.error_body(str(failure), "server_error", 503), status_code=503)
+        return Json({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        service.check_key(request)
+        return Json({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> Response:
+        service.check_key(request)
+        service.check_model(name)
+        return Json(card)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        service.check_key(request)
+        body = api.parse(api.TokenizeBody, await read_body(request))
+        service.check_model(body.model)
+        tokens = await asyncio.to_thread(engine.encode, body.prompt, body.add_special_tokens)
+        return Json({"count": len(tokens), "max_model_len": engine.max_length, "tokens": tokens})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        service.check_key(request)
+        body = api.parse(api.DetokenizeBody, await read_body(request))
+        service.check_model(body.model)
+        return Json({"prompt": engine.decode(body.tokens)})
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse((resources.files("meshwright.serve") / "page.html").read_text(encoding="utf-8"))
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    engine = service.loop.engine
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        service.check_key(request)
+        body = api.parse(api.CompletionBody, await read_body(request))
+        service.check_model(body.model)
+        params, given = body.params(), body.prompts()
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        encoded = iter(await asyncio.to_thread(lambda: [engine.encode(text) for text in texts]))
+        prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
+        talk = Conversation(body, params, prompts, service.model_name, api.TEXT, echo=body.echo)
+        return await _answer(request, service, talk)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        service.check_key(request)
+        body = api.parse(api.ChatBody, await read_body(request))
+        service.check_model(body.model)
+        params = body.params()
+        if service.template is None:
+            raise InputError("this model has no chat template: ask /v1/completions")
+        text = service.template.render([message.for_template() for message in body.messages])
+        prompt = await asyncio.to_thread(engine.encode, text, False)
+        return await _answer(request, service, Conversation(body, params, [prompt], service.model_name, api.CHAT))
+
+
+async def _answer(request: Request, service: Service, talk: Conversation) -> Response:
+    count = talk.params.n * len(talk.prompts)
+    matchers = service.grammars.matchers(talk.params.grammar)
+    try:
+        service.loop.check_room(count)
+    except InputError as error:
+        raise Refusal(429, str(error), "rate_limit_error", "queue_full") from None
+    answering = Answering(service.loop, talk, matchers)
+    if talk.body.stream:
+        return StreamingResponse(answering.stream(), media_type="text/event-stream")
+    whole = await unless_gone(request, answering.whole())
+    if whole is None:
+        return Response(status_code=499)  # nobody reads it
+    return Json(whole)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """What `work` gives; None where the client left before, and the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one
+
+
+async def _gone(receive: Callable[[], Awaitable[dict[str, object]]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request) -> bytes:
+    """A body of bounded size, in bounded time. Raises Refusal."""
+    parts: list[bytes] = []
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                parts.append(part)
+                if sum(map(len, parts)) > MAX_BODY_BYTES:
+                    raise Refusal(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="body_too_large")
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
+    return b"".join(parts)

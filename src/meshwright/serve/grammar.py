@@ -1,0 +1,88 @@
+"""Answers that must match a JSON schema: llguidance says which tokens may come next.
+
+Source: Koo et al. 2024 (automata over tokens); the library is https://github.com/guidance-ai/llguidance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from meshwright.core.errors import InputError
+
+_COMPACT = {"whitespace_flexible": False}
+"""No white space between the parts: legal white space without an end would fill the answer."""
+
+
+class Matcher:
+    """Follows one answer through its grammar."""
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        self._matcher = LLMatcher(tokenizer, grammar)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more may come."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self, logits: torch.Tensor) -> None:
+        """Logits [V] of tokens that may not come next become −inf, in place."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        known = min(len(bits), len(logits))
+        allowed[:known] = torch.from_numpy(bits[:known].astype(bool)).to(logits.device)
+        logits.masked_fill_(~allowed, float("-inf"))
+
+    def accept(self, token: int) -> None:
+        """The token that came."""
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Makes matchers for one tokenizer.
+
+    Args:
+        tokenizer: of the model; None: grammars are refused.
+        vocab_size: of the model.
+        end_tokens: that may come where an answer is whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_tokens: frozenset[int]) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._end_tokens = sorted(end_tokens)
+        self._tokenizer: LLTokenizer | None = None
+
+    def matchers(self, schema: str | None) -> Callable[[], Any] | None:
+        """Makes what follows a JSON schema, one for each answer; None for no schema.
+
+        Raises:
+            InputError: a schema that is none, or of a kind that cannot be followed; a model without end token.
+        """
+        if schema is None:
+            return None
+        tokenizer = self._made()
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, _COMPACT)
+        except ValueError as error:
+            raise InputError(f"response_format: {_line(error)}") from None
+        if fault := LLMatcher.validate_grammar(grammar, tokenizer):
+            raise InputError(f"response_format: {_line(fault)}")
+        return lambda: Matcher(tokenizer, grammar)
+
+    def _made(self) -> LLTokenizer:
+        if self._source is None or not self._end_tokens:
+            raise InputError("response_format: it needs a model with a tokenizer and an end token")
+        if self._tokenizer is None:
+            rows = max(self._vocab_size, self._source.get_vocab_size())
+            self._tokenizer = LLTokenizer(self._source.to_str(), n_vocab=rows, eos_token=self._end_tokens)
+        return self._tokenizer
+
+
+def _line(fault: object) -> str:
+    return " ".join(str(fault).split())[:300]

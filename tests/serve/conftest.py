@@ -1,0 +1,104 @@
+"""A server over a tiny model, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import uvicorn
+
+from meshwright.serve.app import Service, make_app
+from meshwright.serve.engine import Engine
+from meshwright.serve.grammar import Grammars
+from meshwright.serve.loop import EngineFailure, EngineLoop
+from meshwright.serve.metrics import Metrics
+from meshwright.serve.options import ServeOptions
+from meshwright.serve.template import ChatTemplate
+from tests.models.tiny import SPECS, random_model
+from tests.serve.test_text import byte_level
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+END = 60
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    engine: Engine
+    server: uvicorn.Server
+    thread: threading.Thread
+    failures: list[EngineFailure] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+def tiny_engine(**change: object) -> Engine:
+    """A Llama whose vocabulary covers all bytes."""
+    spec = SPECS["llama"].model_copy(update={"vocab_size": 260, "max_positions": 512, "name": "tiny"})
+    options = ServeOptions.model_validate({"block_size": 4, "num_blocks": 160, "step_tokens": 64, **change})
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    end = tokenizer.token_to_id("</s>")
+    return Engine(random_model(spec), options=options, tokenizer=tokenizer, end_tokens=(end,))
+
+
+def start(api_key: str | None = None, template: str | None = TEMPLATE, **change: object) -> Running:
+    """Serve :func:`tiny_engine`."""
+    engine = tiny_engine(**change)
+    failures: list[EngineFailure] = []
+    metrics = Metrics(engine.scheduler, "tiny")
+
+    def watch(events, num_tokens):
+        metrics.step(num_tokens)
+        for event in events:
+            if event.token is not None:
+                metrics.token(event.sequence)
+            if event.finish is not None:
+                metrics.end(event.sequence)
+
+    loop = EngineLoop(engine, watch, failures.append)
+    chat = None if template is None else ChatTemplate(template, {"bos_token": "<s>"})
+    service = Service(
+        loop, metrics, "tiny", chat, Grammars(engine.tokenizer, engine.spec.vocab_size, engine.end_tokens), api_key
+    )
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="error", timeout_graceful_shutdown=20))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        threading.Event().wait(0.01)
+    return Running(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server, thread, failures)
+
+
+@pytest.fixture
+def run_server() -> Iterator[Callable[..., Running]]:
+    """`run_server(**options)`: a server of one's own."""
+    running: list[Running] = []
+
+    def make(**change: object) -> Running:
+        running.append(start(**change))
+        return running[-1]
+
+    yield make
+    for one in running:
+        one.server.should_exit = True
+        one.thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    """A server for all tests of a file."""
+    running = start()
+    yield running
+    running.server.should_exit = True
+    running.thread.join(20)

@@ -1,0 +1,61 @@
+"""Two ranks behind one server, as processes: what clients see, and what is left, when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from meshwright.core.job import Job
+from meshwright.core.plan import Plan
+from meshwright.core.sources import load_cluster
+from meshwright.core.strategy import Strategy
+from meshwright.models.hf import export
+from meshwright.train.tokenizer import save_tokenizer, train_tokenizer
+from tests.end_to_end.shell import MESHWRIGHT, ranks_of, started
+from tests.models.tiny import SPECS, random_model
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    spec = SPECS["llama"].model_copy(update={"vocab_size": 300, "max_positions": 4096})
+    model = random_model(spec)
+    export(tmp_path / "model", spec, model.stored())
+    save_tokenizer(train_tokenizer(["some text"], 300), tmp_path / "model")
+    job = Job(seq_length=8, global_batch_size=1)
+    Plan(model=spec, cluster=load_cluster("local:2"), job=job, strategy=Strategy(tp=2)).save(tmp_path / "plan.toml")
+    command = [*MESHWRIGHT, "serve", str(tmp_path / "model"), "--port", "0"]
+    with started([*command, "--plan", str(tmp_path / "plan.toml")]) as process:
+        yield process
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
+def test_a_dead_rank(server: subprocess.Popen[str]):
+    assert server.stdout is not None
+    greeting = server.stdout.readline()
+    url = re.search(r"http://\S+:\d+", greeting)
+    assert url, greeting
+    ranks = ranks_of(server.pid)
+    body = {"prompt": "some text", "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{url[0]}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(ranks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        rest = [line for line in lines if line]
+    assert time.monotonic() - killed < 5
+    assert "the engine has failed" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+    assert httpx.get(f"{url[0]}/health").status_code == 503
+    _, errors = server.communicate(timeout=20)
+    assert server.returncode == 1
+    assert "rank 1 was killed by signal 9" in errors
+    assert errors.count("\n") == 1, errors
+    assert not ranks_of(server.pid)
