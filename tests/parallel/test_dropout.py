@@ -34,6 +34,8 @@ LAYOUTS = [
     plan_of(QWEN3, tp=2, recompute="selective", micro_batch_size=2),
     plan_of(GPT2, tp=2, sequence="megatron", micro_batch_size=2),
     plan_of(GPT2, tp=2, sequence="megatron", recompute="full", recompute_group=2),
+    plan_of(LLAMA, context={"kind": "ring", "degree": 2, "balance": "zigzag"}, micro_batch_size=2),
+    plan_of(GPT2, context={"kind": "ulysses", "degree": 2, "balance": "striped"}, tp=2, sequence="megatron"),
     plan_of(LLAMA, pp=2, num_micro_batches=3, recompute="full"),
     plan_of(LLAMA, pp=2, num_micro_batches=4, schedule="zb-h1"),
     plan_of(LLAMA, tp=2, pp=2, dp=2, num_micro_batches=2, sequence="megatron", schedule="dualpipe"),
@@ -45,8 +47,8 @@ def test_every_layout_drops_the_same(ranks: Ranks) -> None:
     assert_parity(ranks, LAYOUTS)
 
 
-def _every_rank_starts_anew(self: Masks, length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(length // self._num_parts, device=device)
+def _every_rank_starts_anew(self: Masks, positions: torch.Tensor) -> torch.Tensor:
+    return positions.chunk(self._num_parts)[0]
 
 
 def _forgets_the_micro_batch(self: Masks, micro_batch: int) -> None:
@@ -54,8 +56,8 @@ def _forgets_the_micro_batch(self: Masks, micro_batch: int) -> None:
 
 
 FAULTS: dict[str, tuple[str, Any, Plan]] = {
-    "tokens numbered by rank": ("_positions", _every_rank_starts_anew, LAYOUTS[4]),
-    "the first micro-batch's mask": ("enter", _forgets_the_micro_batch, LAYOUTS[7]),
+    "tokens numbered by rank": ("_own", _every_rank_starts_anew, LAYOUTS[4]),
+    "the first micro-batch's mask": ("enter", _forgets_the_micro_batch, LAYOUTS[9]),
 }
 
 
@@ -75,7 +77,7 @@ def test_a_wrong_number_is_noticed(ranks: Ranks, name: str) -> None:
 def masks_of(sequences: int = 8, length: int = 64, step: int = 0, seed: int = 0, rate: float = RATE) -> Masks:
     masks = Masks(rate, seed)
     masks.step = step
-    masks._rows[0] = masks._of_tokens(torch.zeros(sequences, length, dtype=torch.int64), 0)
+    masks._rows[0] = masks._of_tokens(sequences, torch.arange(length), 0)
     return masks
 
 

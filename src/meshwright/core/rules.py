@@ -135,7 +135,6 @@ def _dropout(c: Case) -> str | None:
     s = c.strategy
     for name, is_set in (
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"context.degree={s.cp}", s.cp > 1),
         (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
     ):
         if c.job.dropout and is_set:
@@ -472,7 +471,7 @@ RULES = (
     ),
     Rule(
         "dropout",
-        "dropout needs tensor.kind=1d, context.degree=1 and a synchronous schedule",
+        "dropout needs tensor.kind=1d and a synchronous schedule",
         "masks are numbered by step, sequence and token, which are not told to the others",
         _dropout,
     ),

@@ -175,7 +175,7 @@ class ParallelModel:
         counted = totals[0] if num_tokens is None else num_tokens
         scale = 1.0 / counted.clamp(min=1)
         loss_gradient = scale if loss_scale is None else scale * loss_scale
-        with self._dropping(micro_batches):
+        with self._dropping(shares):
             if self.routers is None:
                 loss = self.runner.run(row, shares, loss_gradient)
             else:
@@ -186,11 +186,12 @@ class ParallelModel:
         self._pending_reduction = reduce
         return loss * scale
 
-    def _dropping(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+    def _dropping(self, shares: Sequence[Share]) -> AbstractContextManager[None]:
         """Around forward and backward of these: dropout, by their numbers in the step's global batch."""
-        own = sum(len(tokens) for tokens, _ in micro_batches)
+        own = sum(len(share.tokens) for share in shares)
         first, self._num_sequences = self._num_sequences, self._num_sequences + own * self.strategy.dp
-        return self.masks.active(micro_batches, first + own * self.mesh[DP].index)
+        places = [(len(share.tokens), share.positions) for share in shares]
+        return self.masks.active(places, first + own * self.mesh[DP].index)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float, update: Update) -> torch.Tensor:
         """One step of an asynchronous schedule; what it leaves under way ends in later steps, or in `finish`.

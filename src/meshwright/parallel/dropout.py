@@ -25,8 +25,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.core.batch import MicroBatch
-
 SITES = {"embedding_dropout": 1, "attention_dropout": 2, "mlp_dropout": 3}
 """Name of a module whose place is taken → number in the hash."""
 _MASK = 2**64 - 1
@@ -44,7 +42,7 @@ class Masks:
     """
 
     def __init__(self, rate: float, seed: int = 0, part: int = 0, num_parts: int = 1) -> None:
-        """`part` of `num_parts` equal parts is what this rank holds of each sequence's tokens."""
+        """`part` of `num_parts` equal parts is what this rank holds of the tokens that its tp ranks have."""
         self.rate, self.seed, self.step = rate, seed, 0
         self._part, self._num_parts = part, num_parts
         self._is_active = False
@@ -58,12 +56,18 @@ class Masks:
         self.micro_batch = micro_batch
 
     @contextmanager
-    def active(self, micro_batches: Sequence[MicroBatch], first: int) -> Iterator[None]:
-        """Elements are dropped inside. `first`: number in the global batch of the first of these sequences."""
+    def active(self, shares: Sequence[tuple[int, torch.Tensor]], first: int) -> Iterator[None]:
+        """Elements are dropped inside.
+
+        Args:
+            shares: of each micro-batch its sequences, and where in them the tokens stand that the tp ranks together
+                have, [n].
+            first: number in the global batch of the first of these sequences.
+        """
         if self.rate:
-            for number, (tokens, _) in enumerate(micro_batches):
-                self._rows[number] = self._of_tokens(tokens, first)
-                first += len(tokens)
+            for number, (num_sequences, positions) in enumerate(shares):
+                self._rows[number] = self._of_tokens(num_sequences, positions, first)
+                first += num_sequences
             self._is_active = True
         try:
             yield
@@ -71,16 +75,14 @@ class Masks:
             self._is_active = False
             self._rows.clear()
 
-    def _of_tokens(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
-        """int64 [b, s/parts]."""
-        b, s = tokens.shape
-        sequences = torch.arange(first, first + b, device=tokens.device).unsqueeze(1)
-        return _mix(_mix(sequences + _signed(_hash(self.seed, self.step))) + self._positions(s, tokens.device))
+    def _of_tokens(self, num_sequences: int, positions: torch.Tensor, first: int) -> torch.Tensor:
+        """int64 [b, n/parts]."""
+        sequences = torch.arange(first, first + num_sequences, device=positions.device).unsqueeze(1)
+        return _mix(_mix(sequences + _signed(_hash(self.seed, self.step))) + self._own(positions))
 
-    def _positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Of this rank's tokens of a sequence."""
-        local = length // self._num_parts
-        return torch.arange(self._part * local, (self._part + 1) * local, device=device)
+    def _own(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of this rank's tokens."""
+        return positions.chunk(self._num_parts)[self._part]
 
     def drop(self, x: torch.Tensor, place: int, micro_batch: int) -> torch.Tensor:
         """x [b, s, h] without what is dropped, the rest divided by 1 − rate."""

@@ -122,7 +122,7 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=False)
         everything = [micro for row in batches for micro in row]
         tokens, labels = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
-        with self._routed(tokens), self.masks.active([(tokens, labels)], 0):
+        with self._routed(tokens), self.masks.active([(len(tokens), torch.arange(tokens.shape[1]))], 0):
             logits = self.model(tokens).flatten(0, -2)
             loss = _plain_loss(logits, labels.flatten(), self.job)
             mean = loss / (labels != IGNORE).sum().clamp(min=1)

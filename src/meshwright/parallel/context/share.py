@@ -30,6 +30,13 @@ class Share:
     """None where whole sequences of one document each are here."""
 
     @property
+    def positions(self) -> torch.Tensor:
+        """[n], of its tokens in their sequence."""
+        if self.places is None or self.places.positions is None:
+            return torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return self.places.positions
+
+    @property
     def further(self) -> tuple[Places, ...]:
         """What a model is given beside the tokens."""
         return () if self.places is None else (self.places,)
