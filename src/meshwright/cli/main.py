@@ -30,6 +30,7 @@ ORDER = (
     "show",
     "what-if",
     "timeline",
+    "calibrate",
     "dryrun",
     "train",
     "parity",
