@@ -12,6 +12,7 @@ from meshwright.cost.compute import Collectives, stage_compute
 from meshwright.cost.flops import layer_forward_terms, total_flops
 from meshwright.cost.kernels import layer_kernels, rates
 from meshwright.cost.terms import total_s
+from meshwright.planner.price import Pricer
 from tests.shapes import make_model
 
 A100 = load_cluster("8xa100")
@@ -89,3 +90,38 @@ def test_stacks_and_networks_are_found_by_their_words():
     assert stack_of("nobody knows").name == "meshwright"
     assert network_reach("4x Omni-Path 100 Gb/s per node").collective_share < 0.5
     assert network_reach("carrier pigeons").reached == 1.0
+
+
+def test_what_a_stack_hides_is_not_seen():
+    """Reductions that chunks hide, tensor-parallel sums under products: less of both, and never less than nothing."""
+    model, job = big(), Job(seq_length=4096, global_batch_size=16)
+    strategy = Strategy(dp=4, tp=2, zero=1, micro_batch_size=1, num_micro_batches=4, precision="bf16")
+    usual = Pricer(model, A100, job, Stack()).forecast(strategy).step_time
+    hidden = Pricer(model, A100, job, Stack(exposed_gradient_share=0.0)).forecast(strategy).step_time
+    blocking = Pricer(model, A100, job, Stack(overlaps_gradients=False)).forecast(strategy).step_time
+    assert hidden.data_comm_exposed_s < usual.data_comm_exposed_s < blocking.data_comm_exposed_s
+    under = Pricer(model, A100, job, Stack(hidden_tensor_share=1.0)).forecast(strategy).step_time
+    assert under.pipeline_s < usual.pipeline_s
+
+
+def test_a_pipeline_that_blocks_pays_for_its_transfers_on_every_rank():
+    model, job = big(), Job(seq_length=4096, global_batch_size=16)
+    strategy = Strategy(dp=1, tp=4, pp=2, micro_batch_size=1, num_micro_batches=16, precision="bf16")
+    beside, blocking, scattered = (
+        Pricer(model, A100, job, Stack(transfers=kind)).forecast(strategy).step_time.pipeline_s
+        for kind in ("beside", "blocking", "blocking-scattered")
+    )
+    assert beside < scattered
+    assert beside < blocking
+
+
+def test_what_a_stack_holds_is_named_and_added():
+    model, job = big(), Job(seq_length=2048, global_batch_size=8)
+    strategy = Strategy(dp=2, pp=4, num_micro_batches=4, zero=1, precision="bf16", recompute="full")
+    own = Pricer(model, A100, job).forecast(strategy).memory
+    stack = Stack(name="made", copy_bytes={"bf16": 2}, keeps_outputs=True, context_bytes=1e9, allocator_reserve=1.1)
+    more = Pricer(model, A100, job, stack).forecast(strategy).memory.total_bytes - own.total_bytes
+    outputs = 4 * 2048 * 8192 * 2
+    parameters = own.parameters_bytes // 2
+    expected = 1e9 + (2 * parameters + outputs) + 0.1 * (own.total_bytes + 2 * parameters + outputs)
+    assert more == pytest.approx(expected, rel=0.01)

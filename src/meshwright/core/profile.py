@@ -25,6 +25,8 @@ class Profile(Value):
     """Multiprocessors, each of which computes one tile of a product at a time."""
     memory_efficiency: float = Field(gt=0, le=1)
     """Of memory bandwidth, in kernels that stream."""
+    stream_passes: float = Field(default=1.0, ge=1)
+    """Times that kernels between the products move their bytes, over those that fused ones must."""
     attention_efficiency: float = Field(gt=0, le=1)
     """Of peak FLOP/s, in fused attention over endless sequences, forward."""
     attention_half_keys: float = Field(default=0.0, ge=0)
@@ -41,12 +43,17 @@ class Stack(Value):
     source: str = ""
     fused_attention: bool = True
     """Scores never leave the chip. Otherwise each kernel reads and writes them whole."""
+    attention_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the device's rate of fused attention, that the stack's kernels reach: those of an earlier generation less."""
     dropout: bool = False
     """Masks are drawn, applied and kept."""
     overlaps_gradients: bool = True
     """Gradients are reduced while the last backward runs."""
     overlaps_parameters: bool = False
     """Updated parameters are gathered while the next forward runs."""
+    exposed_gradient_share: float = Field(default=1.0, ge=0, le=1)
+    """Of what the last backward leaves of reducing gradients and gathering parameters, that is seen: chunks of a stage
+    that end earlier, and later forwards, hide the rest."""
     hidden_tensor_share: float = Field(default=0.0, ge=0, le=1)
     """Of tensor-parallel communication that runs under matrix products."""
     transfers: Literal["beside", "blocking", "blocking-scattered"] = "beside"
@@ -68,6 +75,8 @@ class Stack(Value):
     """Dtype of the parameters → further bytes that each parameter of a rank takes."""
     shard_copy_bytes: dict[str, float] = Field(default_factory=dict)
     """Likewise each parameter of the rank's shard of the optimizer's state."""
+    recompute: str | None = None
+    """What is recomputed where a row does not say; None: not known, whatever is fastest and fits."""
     unties_embeddings: bool = False
     """The head has a weight of its own, whatever the model says."""
     keeps_outputs: bool = False

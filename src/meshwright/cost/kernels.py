@@ -183,9 +183,9 @@ def layer_kernels(
 ) -> LayerKernels:
     """One layer, one micro-batch, without communication."""
     z = _shape(spec, job, strategy)
-    attention = _fused_attention(z, rates) if stack.fused_attention else _unfused_attention(z, rates, stack)
+    attention = _fused_attention(z, rates, stack) if stack.fused_attention else _unfused_attention(z, rates, stack)
     inner = _expert_products(spec, z, strategy, rates) if spec.is_sparse(layer) else _mlp_products(z, z.ffn, rates)
-    streams_s = rates.stream_s(_stream_elements(spec, z, stack))
+    streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, stack))
     return LayerKernels(
         products=_projections(z, rates) + inner, attention=attention, streams=Seconds(streams_s, 2 * streams_s)
     )
@@ -214,10 +214,11 @@ def _expert_products(spec: ModelSpec, z: _Shape, strategy: Strategy, rates: Rate
     return total
 
 
-def _fused_attention(z: _Shape, rates: Rates) -> Seconds:
+def _fused_attention(z: _Shape, rates: Rates, stack: Stack) -> Seconds:
     """Half the scores, as the causal mask leaves them."""
     profile = rates.profile
-    share = profile.attention_efficiency * z.s / (z.s + profile.attention_half_keys)
+    reached = stack.attention_share * profile.attention_efficiency
+    share = reached * z.s / (z.s + profile.attention_half_keys)
     flops = 2 * z.b * z.heads * z.head_dim * z.own * z.s
     forward_s = flops / (rates.flops_per_s * share)
     return Seconds(forward_s, FUSED_BACKWARD * forward_s)
@@ -253,8 +254,8 @@ def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) ->
     """Final norm, logits and loss: the logits are written, read as maximum, exponentials and sum, and once more for the
     gradient, in fp32."""
     z = _shape(spec, job, strategy)
-    wide = 4 / rates.element_bytes
-    norm = z.b * z.between * 2 * z.hidden
+    wide = rates.profile.stream_passes * 4 / rates.element_bytes
+    norm = rates.profile.stream_passes * z.b * z.between * 2 * z.hidden
     streams = Seconds(
         rates.stream_s(norm + z.tokens * 4 * wide * z.vocab), rates.stream_s(2 * norm + z.tokens * 2 * wide * z.vocab)
     )

@@ -58,6 +58,8 @@ class StageCosts:
     """Whether backward goes on meanwhile."""
     slowdown: float = 1.0
     """Of backward while it does."""
+    exposed_share: float = 1.0
+    """Of what backward leaves of the reduction, that is seen."""
     network_busy_s: float = 0.0
     """Of one backward, that the network gathers parameters."""
 
@@ -78,7 +80,7 @@ class StageCosts:
         share = self.num_reducing / max(1, self.num_reductions)
         window_s = max(0.0, self.backward_s - self.network_busy_s)
         exposed_s = max(each_s - (1 - share) * window_s, share * each_s)
-        return self.num_reducing * (exposed_s + (self.slowdown - 1) * (each_s - exposed_s))
+        return self.num_reducing * (self.exposed_share * exposed_s + (self.slowdown - 1) * (each_s - exposed_s))
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def stage_costs(
         weight_gradients_s=compute.weight_gradients_s,
         network_busy_s=moves.gathered_s if strategy.reduces_each else 0.0,
         hides_reduction=stack.overlaps_gradients,
+        exposed_share=stack.exposed_gradient_share,
         slowdown=_slowdown(cluster, stack),
     )
 
@@ -186,7 +189,7 @@ def _after(phases: Mapping[str, float], forward_s: float, stack: Stack) -> tuple
     """What follows the update; its parameters may be gathered under the first forward."""
     seconds = {phase: phases[phase] for phase in ("count", "router", "norm", "parameters") if phase in phases}
     if stack.overlaps_parameters and "parameters" in seconds:
-        seconds["parameters"] = max(0.0, seconds["parameters"] - forward_s)
+        seconds["parameters"] = stack.exposed_gradient_share * max(0.0, seconds["parameters"] - forward_s)
     return tuple(TimeTerm(phase, value) for phase, value in seconds.items())
 
 

@@ -176,7 +176,7 @@ def _candidates(row: PublishedRow, model: ModelSpec, stack: Stack) -> Iterator[S
         raise UnsupportedError("batch not a multiple of dp")
     sizes = [s["micro_batch"]] if s.get("micro_batch") else [b for b in divisors(per_rank) if b <= MAX_OPEN_MICRO_BATCH]
     fixed = {**degrees, **_sequence(row), "zero": s.get("zero_stage") or 0, "precision": _precision(row, stack)}
-    for size, chunks, recompute in product(sizes, _chunks(row, model), _recomputes(row)):
+    for size, chunks, recompute in product(sizes, _chunks(row, model), _recomputes(row, stack)):
         if per_rank % size:
             raise UnsupportedError(f"batch not a multiple of dp × {size}")
         schedule = {"schedule": "interleaved-1f1b", "num_chunks": chunks} if chunks > 1 else {}
@@ -222,8 +222,8 @@ def _chunks(row: PublishedRow, model: ModelSpec) -> tuple[int, ...]:
     return tuple(even) or (1,)
 
 
-def _recomputes(row: PublishedRow) -> tuple[str, ...]:
-    stated = row.strategy.get("recompute")
+def _recomputes(row: PublishedRow, stack: Stack) -> tuple[str, ...]:
+    stated = row.strategy.get("recompute") or stack.recompute
     if stated is None:
         return KINDS_OF_RECOMPUTE
     kind = str(stated).split()[0]
