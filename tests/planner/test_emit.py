@@ -18,7 +18,7 @@ from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
-from meshwright.planner.emit.common import FOLLOWS_FROM_CLUSTER, Emitted, left_out
+from meshwright.planner.emit.common import FOLLOWS_FROM_CLUSTER, SAID_OF_JOB, Emitted, left_out
 from tests.planner.tool_flags import MEGATRON, NEMO, SBATCH, TORCHTITAN, VLLM, parse, words_of
 
 TARGETS = ("accelerate", "deepspeed", "megatron", "nemo", "slurm", "torchrun", "torchtitan", "vllm")
@@ -49,12 +49,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": {"kind": "2d"}, "tp": 4},
 }
 """Field → a strategy in which it is not at its default, with what it needs."""
+OTHERS_OF_JOB: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.1},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "label_smoothing_rule": {"label_smoothing_rule": "megatron"},
+    "z_loss": {"z_loss": 1e-4},
+}
+"""Likewise of a job, those that do not follow from the strategy."""
 
 
-def unchecked(**strategy: Any) -> Plan:
+def unchecked(of_job: dict[str, Any] | None = None, **strategy: Any) -> Plan:
     """A plan of these choices, also of those that no rank can run yet: what is emitted is text."""
     split = Strategy(**{"dp": 2, "tp": 2, "pp": 2, "num_micro_batches": 4, "precision": "bf16", **strategy})
-    job = Job(seq_length=4096, global_batch_size=split.dp * split.num_micro_batches * split.micro_batch_size)
+    batch = split.dp * split.num_micro_batches * split.micro_batch_size
+    job = Job(seq_length=4096, global_batch_size=batch, **(of_job or {}))
     cluster = load_cluster(f"{split.world_size // 4}x4xh100")
     parts = {"model": load_model("llama-3-8b"), "cluster": cluster, "job": job, "strategy": split}
     return Plan.model_construct(**parts, why="")
@@ -67,6 +75,8 @@ def emitted(target: str, plan: Plan) -> Emitted:
 
 def silent(emit: Callable[[Plan], Emitted], field: str) -> bool:
     """Whether another value of a field changes nothing that is emitted, and nothing that is noted."""
+    if field in OTHERS_OF_JOB:
+        return emit(unchecked(OTHERS_OF_JOB[field])) == emit(unchecked())
     choices = OTHERS[field]
     base = {name: value for name, value in choices.items() if name != field}
     return emit(unchecked(**choices)) == emit(unchecked(**base))
@@ -76,20 +86,21 @@ def test_every_target_is_found() -> None:
     assert targets() == TARGETS
 
 
-def test_every_field_of_a_strategy_is_tried() -> None:
+def test_every_field_of_strategy_and_job_is_tried() -> None:
     missing = Strategy.model_fields.keys() - OTHERS.keys() - set(FOLLOWS_FROM_CLUSTER)
+    missing |= Job.model_fields.keys() - OTHERS_OF_JOB.keys() - set(SAID_OF_JOB)
     assert not missing, "give another value of it in OTHERS, and say it, or not, in planner/emit"
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_is_left_out_in_silence(target: str) -> None:
-    assert not [field for field in OTHERS if silent(lambda plan: emitted(target, plan), field)]
+    assert not [field for field in (*OTHERS, *OTHERS_OF_JOB) if silent(lambda plan: emitted(target, plan), field)]
 
 
 def test_silence_would_be_seen() -> None:
     def forgets(plan: Plan) -> Emitted:
         fields = set(Strategy.model_fields) - {"zero"}
-        return Emitted({"x": str(plan.strategy.tp)}, tuple(left_out(plan.strategy, "X", fields)))
+        return Emitted({"x": str(plan.strategy.tp)}, tuple(left_out(plan, "X", fields)))
 
     assert silent(forgets, "recompute")
     assert not silent(forgets, "tp")

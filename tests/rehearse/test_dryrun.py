@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshwright.core.axes import DP, TP, WORLD, coordinates_of
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import RuleError, UnsupportedError
 from meshwright.core.job import Job
-from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.measures import Traffic
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
+from meshwright.core.rules import violations
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
-from meshwright.cost.traffic import traffic
-from meshwright.rehearse.roles import roles
+from meshwright.rehearse.roles import Role, roles
 from meshwright.rehearse.trace import ACTIONS, MESSAGES, trace
 from meshwright.rehearse.verify import rehearsed_differences
 from meshwright.run.dryrun import Rehearsal, dry_run
 from meshwright.schedule.build import build_program
-from tests.parallel.cases import legal_cases, plan_of
-from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
+from tests.parallel.cases import FACTORS, MAX_RANKS, MODELS, num_ranks, plan_of, strategy_of
+from tests.parallel.layouts import gpt2, llama, make_job, make_plan, qwen3
 from tests.parallel.runs import dataset, make_engine, own_batches, run_plan
 
 SAMPLE_SIZE = 16
@@ -41,9 +43,26 @@ def assert_as_forecast(plan: Plan) -> tuple[Rehearsal, ...]:
     return rehearsed
 
 
-def test_a_sample_of_all_legal_layouts_is_as_forecast() -> None:
-    for case in random.Random(11).sample(legal_cases(), SAMPLE_SIZE):
-        assert_as_forecast(plan_of(case))
+def legal_sample(seed: int, size: int) -> list[Plan]:
+    """Plans of random choices from the factors of `tests.parallel.cases`, those that no rule forbids."""
+    choose, found = random.Random(seed), list[Plan]()
+    while len(found) < size:
+        case = {factor: choose.choice(values) for factor, values in FACTORS.items()}
+        if num_ranks(case) <= MAX_RANKS and not violations(
+            split := strategy_of(case), MODELS[case["model"]], *make_job(split)
+        ):
+            with contextlib.suppress(RuleError, ValueError):
+                found.append(plan_of(case))
+    return found
+
+
+def test_a_sample_of_legal_layouts_is_as_forecast() -> None:
+    sample = legal_sample(11, SAMPLE_SIZE)
+    for plan in sample:
+        assert_as_forecast(plan)
+    assert len({plan.strategy.schedule for plan in sample}) > 3
+    assert {plan.strategy.zero for plan in sample} == {0, 1, 2, 3}
+    assert max(plan.strategy.pp for plan in sample) > 2
 
 
 @pytest.mark.parametrize(
@@ -60,6 +79,8 @@ def test_a_sample_of_all_legal_layouts_is_as_forecast() -> None:
         {"pp": 3, "schedule": "pipedream", "num_micro_batches": 3},
         {"tp": 2, "dp": 2, "precision": "fp16", "zero": 3, "tile": 2},
         {"dp": 2, "precision": "bf16-sr", "recompute": "full"},
+        {"context": {"degree": 2, "kind": "ring", "balance": "zigzag"}, "zero": 1, "recompute": "selective"},
+        {"context": {"degree": 2, "kind": "ulysses"}, "tp": 2, "sequence": "megatron", "precision": "bf16"},
     ],
     ids=lambda strategy: " ".join(map(str, strategy)),
 )
@@ -119,22 +140,33 @@ def test_a_plan_for_gpus_is_rehearsed_without_one() -> None:
     assert sum(r.record.memory.total_bytes for r in rehearsed) > 50e9  # far more than this process takes
 
 
-def test_roles_stand_for_every_rank() -> None:
-    """gpt2's vocabulary is not divided evenly by tp, so that its last tensor rank is another role."""
-    for model, strategy in ((gpt2(vocab_size=97), {"tp": 2, "pp": 2, "dp": 2}), (llama(), {"dp": 4, "pp": 2})):
-        plan = make_plan(model, **strategy)
-        found = roles(plan)
-        assert sum(role.num_ranks for role in found) == plan.strategy.world_size
-        seen = {key(plan, role.coordinates) for role in found}
-        everything = [coordinates_of(rank, plan.strategy.sizes) for rank in range(plan.strategy.world_size)]
-        assert {key(plan, at) for at in everything} <= seen
-        assert len(found) == plan.strategy.pp * (2 if model.vocab_size == 97 else 1)
+@pytest.mark.parametrize(
+    ("model", "strategy", "num_roles"),
+    [
+        (gpt2(vocab_size=97), {"tp": 2, "pp": 2, "dp": 2}, 4),  # the last tensor rank has fewer rows of the vocabulary
+        (gpt2(vocab_size=96), {"tp": 2, "pp": 2, "dp": 2}, 2),
+        (llama(), {"dp": 2, "context": {"degree": 4, "kind": "ring"}}, 1),
+    ],
+    ids=["uneven vocabulary", "even", "ring"],
+)
+def test_every_rank_is_like_its_role(model: Any, strategy: dict[str, Any], num_roles: int) -> None:
+    """Rehearse all ranks, one by one: as many of each kind are found as the roles say."""
+    plan = make_plan(model, **strategy)
+    found = roles(plan)
+    assert len(found) == num_roles
+    assert sum(role.num_ranks for role in found) == plan.strategy.world_size
+    ranks = range(plan.strategy.world_size)
+    everyone = [Role(rank, coordinates_of(rank, plan.strategy.sizes), 1) for rank in ranks]
+    assert counts(dry_run(plan, only=everyone)) == counts(dry_run(plan))
 
 
-def key(plan: Plan, at: dict[str, int]) -> tuple[Any, ...]:
-    held: MemoryBreakdown = memory(plan.model, plan.job, plan.strategy, at)
-    rows = traffic(plan.model, plan.job, plan.strategy, at).rows
-    return held, tuple(sorted((*name, row.calls, row.wire_bytes) for name, row in rows.items()))
+def counts(rehearsed: Iterable[Rehearsal]) -> Counter[Any]:
+    """What is held and sent → number of ranks."""
+    found: Counter[Any] = Counter()
+    for r in rehearsed:
+        rows = r.record.traffic.rows
+        found[r.record.memory, tuple(sorted((*name, rows[name].wire_bytes) for name in rows))] += r.role.num_ranks
+    return found
 
 
 def test_entries_are_the_program_and_their_calls_the_ledger() -> None:

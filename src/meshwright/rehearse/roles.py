@@ -45,13 +45,18 @@ def _kinds(plan: Plan) -> Iterator[tuple[dict[str, int], tuple[object, ...], int
         for tp in range(strategy.tp):
             at = {PP: pp, DP: 0, CP: 0, TP: tp}
             buckets = rank_buckets(plan.model, strategy, at)
-            held = tuple((b.numel, b.sum_over, tuple(slot.placement.box.sizes for slot in b.slots)) for b in buckets)
+            held = tuple((b.numel, b.sum_over, _sizes(b)) for b in buckets)
             if not strategy.offload.is_used:
                 yield at, (pp, held), strategy.data_ranks
                 continue
             for index in range(strategy.data_ranks):
                 dp, cp = divmod(index, strategy.cp)
                 yield {**at, DP: dp, CP: cp}, (pp, held, _groups(strategy, buckets, index)), 1
+
+
+def _sizes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
+    """Of its tensors, in any order: replicas that another rank counts in the norm stand behind the others."""
+    return tuple(sorted(slot.placement.box.sizes for slot in bucket.slots))
 
 
 def _groups(strategy: Strategy, buckets: tuple[Bucket, ...], data_index: int) -> tuple[tuple[int, ...], ...]:

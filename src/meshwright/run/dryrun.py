@@ -9,7 +9,7 @@ ranks is taken; it keeps as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,17 +37,22 @@ class Rehearsal:
     """Its actions and calls, in order."""
 
 
-def dry_run(plan: Plan, watch: Callable[[int, int], None] = lambda done, total: None) -> tuple[Rehearsal, ...]:
+def dry_run(
+    plan: Plan,
+    watch: Callable[[int, int], None] = lambda done, total: None,
+    only: Sequence[Role] | None = None,
+) -> tuple[Rehearsal, ...]:
     """One step of every role of a plan, whatever its cluster.
 
     Args:
         plan: any that can be trained.
         watch: called before each role with (roles done, roles in all).
+        only: these roles, or ranks; None: all roles of the plan.
 
     Raises UnsupportedError for a model or a precision that is for forecasts only.
     """
     plan.strategy.recipe.check_runnable()
-    found = roles(plan)
+    found = roles(plan) if only is None else tuple(only)
     groups = axis_groups(plan.strategy.sizes, **sub_axes(plan))
     rehearsed = []
     with shapes_only():

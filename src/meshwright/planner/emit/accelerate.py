@@ -41,10 +41,11 @@ def emit(plan: Plan) -> Emitted:
         said |= _fsdp_said(s)
     else:
         config["distributed_type"] = "MULTI_CPU" if config["use_cpu"] else "MULTI_GPU"
-    return Emitted({"accelerate.yaml": _yaml(config)}, (*left_out(s, TOOL, said, WHY), *_notes(plan)))
+    return Emitted({"accelerate.yaml": _yaml(config)}, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
 
 
 WHY = {
+    **dict.fromkeys(("dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"),
     "micro_batch_size": "it is the batch size of the script's DataLoader",
     "num_micro_batches": "start with `accelerate launch --gradient_accumulation_steps`, or set it in the script",
     "layers_per_stage": "Megatron-LM cuts evenly, as Accelerate starts it",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.plan import Plan
-from meshwright.core.strategy import Strategy
 from meshwright.core.values import Value
 
 Flags = dict[str, str | int | None]
@@ -16,6 +15,10 @@ Flags = dict[str, str | int | None]
 
 FOLLOWS_FROM_CLUSTER = ("ranks_per_node",)
 """Fields that a plan takes from its cluster: how gloo's collectives go, not a choice."""
+
+
+SAID_OF_JOB = ("seq_length", "global_batch_size", "optimizer")
+"""Fields of a job that every target writes, or has a note on of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +31,21 @@ class Emitted:
     """What the tool cannot express, or does otherwise."""
 
 
-def left_out(
-    strategy: Strategy, tool: str, said: Collection[str], why: Mapping[str, str] | None = None
-) -> Iterator[str]:
-    """One line for each field that is not at its default and was not said.
+def left_out(plan: Plan, tool: str, said: Collection[str], why: Mapping[str, str] | None = None) -> Iterator[str]:
+    """One line for each field of strategy and job that is not at its default and was not said.
 
     Args:
         tool: how it is called.
-        said: fields that its flags or files express.
+        said: fields that its flags or files express, besides `SAID_OF_JOB`.
         why: field → what to know about it, in the place of the general words.
     """
-    for name, field in Strategy.model_fields.items():
-        value = getattr(strategy, name)
-        if name in said or name in FOLLOWS_FROM_CLUSTER or value == field.get_default(call_default_factory=True):
-            continue
-        yield f"{name}={written(value)}: {(why or {}).get(name, f'{tool} has no such choice')}"
+    for value in (plan.strategy, plan.job):
+        for name, field in type(value).model_fields.items():
+            chosen = getattr(value, name)
+            if name in (*said, *SAID_OF_JOB, *FOLLOWS_FROM_CLUSTER):
+                continue
+            if chosen != field.get_default(call_default_factory=True):
+                yield f"{name}={written(chosen)}: {(why or {}).get(name, f'{tool} has no such choice')}"
 
 
 def written(value: Any) -> str:

@@ -48,10 +48,11 @@ def emit(plan: Plan) -> Emitted:
             "  train.py --deepspeed --deepspeed_config ds_config.json\n"
         ),
     }
-    return Emitted(files, (*left_out(s, TOOL, said, WHY), *_notes(plan)))
+    return Emitted(files, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
 
 
 WHY = {
+    **dict.fromkeys(("dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"),
     "recompute": "wrap the layers in `deepspeed.checkpointing.checkpoint`",
     "shard_over": "DeepSpeed shards over all ranks; its MiCS and hpZ are set up otherwise",
     "keep_gathered": "DeepSpeed decides by stage3_max_reuse_distance and stage3_max_live_parameters, in elements",

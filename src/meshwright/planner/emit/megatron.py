@@ -18,7 +18,7 @@ PRECISIONS: dict[str, Flags] = {
     "fp16": {"--fp16": None, "--accumulate-allreduce-grads-in-fp32": None},
     "fp16-16": {"--fp16": None},
 }
-ALWAYS = ("dp", "tp", "pp", "micro_batch_size", "num_micro_batches", "zero")
+ALWAYS = ("dp", "tp", "pp", "micro_batch_size", "num_micro_batches", "zero", "dropout")
 
 
 def emit(plan: Plan) -> Emitted:
@@ -38,8 +38,9 @@ def emit(plan: Plan) -> Emitted:
         flags |= more
         said |= fields
     flags |= _model(plan.model)
+    flags |= {"--attention-dropout": 0, "--hidden-dropout": f"{plan.job.dropout:g}"}
     text = script(command_line([*torchrun_words(plan), "pretrain_gpt.py"], flags))
-    return Emitted({"megatron.sh": text}, (*left_out(s, TOOL, said), *_notes(plan)))
+    return Emitted({"megatron.sh": text}, (*left_out(plan, TOOL, said), *_notes(plan)))
 
 
 Part = tuple[Flags, set[str]]
@@ -129,8 +130,6 @@ def _model(model: ModelSpec) -> Flags:
         "--normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "--norm-epsilon": f"{model.norm_eps:g}",
         "--vocab-size": model.vocab_size,
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
     }
     if model.num_kv_heads != model.num_heads:
         flags |= {"--group-query-attention": None, "--num-query-groups": model.num_kv_heads}

@@ -57,10 +57,11 @@ def emit(plan: Plan) -> Emitted:
             },
         ),
     )
-    return Emitted({"nemo_plan.py": text}, (*left_out(s, TOOL, said, WHY), *_notes(plan)))
+    return Emitted({"nemo_plan.py": text}, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
 
 
 WHY = {
+    "dropout": "set `hidden_dropout` on the model's config",
     "zero": "NeMo's Megatron strategy divides the optimizer's states; its FSDP strategies are other classes",
     "recompute": "set `recompute_granularity`, `recompute_method` and `recompute_num_layers` on the model's config",
     "layers_per_stage": "set the layers of the first and last stage on the model's config",

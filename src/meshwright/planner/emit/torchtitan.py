@@ -59,7 +59,7 @@ def emit(plan: Plan) -> Emitted:
         said.add("offload")
     words = [*torchrun_words(plan), "-m torchtitan.train"]
     return Emitted(
-        {"torchtitan.sh": script(command_line(words, flags))}, (*left_out(s, TOOL, said, WHY), *_notes(plan))
+        {"torchtitan.sh": script(command_line(words, flags))}, (*left_out(plan, TOOL, said, WHY), *_notes(plan))
     )
 
 

@@ -22,6 +22,10 @@ OF_TRAINING = (
     "recompute",
     "recompute_layers",
     "recompute_group",
+    "dropout",
+    "label_smoothing",
+    "label_smoothing_rule",
+    "z_loss",
 )
 
 
@@ -42,4 +46,4 @@ def emit(plan: Plan) -> Emitted:
     words = [*([f"VLLM_PP_LAYER_PARTITION={cut}"] if cut else []), "vllm serve", '"$MODEL"']
     said.add("layers_per_stage")
     text = script(command_line(words, flags))
-    return Emitted({"vllm.sh": text}, tuple(left_out(s, TOOL, said, dict.fromkeys(OF_TRAINING, TRAINING))))
+    return Emitted({"vllm.sh": text}, tuple(left_out(plan, TOOL, said, dict.fromkeys(OF_TRAINING, TRAINING))))
