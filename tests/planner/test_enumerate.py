@@ -196,6 +196,17 @@ def test_what_needs_gathered_parameters_is_looked_for_there(model, cluster, job,
         strategies(model(), cluster(1, 4), job, parse_fix([text, "zero=1"]))
 
 
+def test_cpu_ranks_gather_two_blocks_ahead(model, cluster, job):
+    def ahead(*fix: str, size: int = 4, backend: str = "gloo") -> set[int]:
+        found = strategies(model(), cluster(1, size, backend=backend), job, parse_fix(["zero=3", "tp=1", "pp=1", *fix]))
+        return {strategy.prefetch for strategy in found.legal}
+
+    assert ahead() == {2}
+    assert ahead("keep_gathered=true") == {2}
+    for others in (ahead(size=2), ahead(backend="nccl"), ahead("prefetch=1"), ahead("tile=2")):
+        assert others == {1}
+
+
 def test_what_a_plan_takes_from_its_cluster_cannot_be_fixed():
     with pytest.raises(InputError, match=r"a plan takes it from its cluster; name one .* 2x4xh100"):
         parse_fix(["ranks_per_node=2"])

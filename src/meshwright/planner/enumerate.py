@@ -40,6 +40,10 @@ MANY_SIZES = 16
 SMALL_SIZE = 8
 
 
+FURTHER_AHEAD = 2
+"""Blocks that CPU ranks gather ahead, with zero=3."""
+
+
 OF_CHOICES = (*MICRO_BATCH_RULES, "pp-chunks")
 """Rules that other choices at the same degrees may keep."""
 
@@ -185,11 +189,20 @@ def _choices(
     for values in product(*options.values()):
         change = dict(zip(options, values, strict=True))
         change["schedule"], change["num_chunks"] = change.pop("order")
+        if change["zero"] == 3 and _gathers_further_ahead(first, cluster, fix):
+            change["prefetch"] = FURTHER_AHEAD
         if change["shard_over"] == "node" and change["zero"] < 2 and "shard_over" not in fix:
             continue
         num_micro_batches = job.global_batch_size // first.dp // change["micro_batch_size"]
         if fix.get("num_micro_batches", num_micro_batches) == num_micro_batches:
             yield first.model_copy(update={**change, "num_micro_batches": num_micro_batches}).on(cluster)
+
+
+def _gathers_further_ahead(first: Strategy, cluster: ClusterSpec, fix: Mapping[str, Any]) -> bool:
+    """Where several CPU ranks meet at each block, one that is late holds up all: a second block ahead evens that out
+    (docs/performance.md). NCCL gathers beside the computation by itself; tiles and offload are there to save memory."""
+    is_free = not any(name in fix for name in ("prefetch", "tile", "offload"))
+    return is_free and cluster.backend == "gloo" and first.data_ranks > 2
 
 
 def _micro_batch_sizes(per_rank: int) -> list[int]:
