@@ -16,9 +16,11 @@ from meshwright.core.layouts import Context
 from meshwright.core.plan import Plan
 from meshwright.core.tokens import pairs_by_step, positions
 from meshwright.models.documents import document_mask
-from meshwright.parallel.context import block
+from meshwright.parallel.context import block, local, ring_self_attention
+from meshwright.parallel.context import ulysses as ulysses_file
 from meshwright.parallel.context.apply import RINGS, WholeCore
 from meshwright.parallel.context.local import Table
+from meshwright.parallel.context.ring import GRADIENTS, Belt
 from meshwright.parallel.context.ulysses import attention as ulysses
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import find_mismatch
@@ -270,6 +272,130 @@ def test_work_is_counted_and_zigzag_is_even(ranks: Callable[..., Any], balance: 
         assert forward == backward == expected
     if balance == "zigzag":
         assert len({sum(forward) for forward, _ in found}) == 1
+
+
+# --- what must be noticed ----------------------------------------------------------------------------------
+
+
+def _keeps_its_own(belt: Belt, x: torch.Tensor) -> Any:
+    """A hop that brings back what was sent."""
+    return x.clone(), belt._sends.append(_Ended()) or _Ended()
+
+
+class _Ended:
+    def wait(self) -> None:
+        return
+
+
+def _first_keys_in_backward(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Each step of backward takes the rank's own keys and values, not those that came."""
+    own: list[torch.Tensor] = []
+
+    def add(into: Any, grad: Any, q: torch.Tensor, kv: torch.Tensor, whole: Any, spans: Any) -> None:
+        own[:] = [*own, kv][:1]
+        right(into, grad, q, own[0], whole, spans)
+
+    return add
+
+
+def _no_home(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of keys stay where they are instead of going round."""
+
+    def start(self: Belt, x: torch.Tensor) -> Any:
+        return _keeps_its_own(self, x) if self._tag == GRADIENTS else right(self, x)
+
+    return start
+
+
+def _a_share_of(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference's gradients, divided by the ranks."""
+
+    def add(into: Any, *args: Any) -> None:
+        right(into, *args)
+        into[0].div_(2)
+
+    return add
+
+
+def _unsummed(right: Callable[..., Any]) -> Callable[..., Any]:
+    def summed(weights: Any, rows: Any, axis: Any) -> Any:
+        right(weights, rows, axis)[1].wait()
+        by_rank = torch.einsum("bghipj,bghid->pbgjd", weights, rows)
+        return by_rank[axis.index], _Ended()
+
+    return summed
+
+
+def _forgets_the_rest(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Each part replaces those before it."""
+
+    def merge(into: Any, part: Any) -> None:
+        into[0].copy_(part[0])
+        into[1].copy_(part[1])
+
+    return merge
+
+
+def _out_of_order(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda axis, table, device: None
+
+
+RING = Case("ring", "zigzag", (4, 2), has_documents=True)
+ROWS = Case("ring-self-attention", "zigzag", (4, 4), has_documents=False)
+HEADS_FOR_TOKENS = Case("ulysses", "zigzag", (4, 2), has_documents=False)
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Case, set[str]]] = {
+    "keys do not go round": (Belt, "start", lambda right: _keeps_its_own, RING, {"out", "dq", "dk", "dv"}),
+    "keys of the first step in backward": (local, "add_gradients", _first_keys_in_backward, RING, {"dq", "dk", "dv"}),
+    "gradients of keys do not come home": (Belt, "start", _no_home, RING, {"dk", "dv"}),
+    "gradients are divided by the ranks": (local, "add_gradients", _a_share_of, RING, {"dq"}),
+    "parts are not merged": (block, "merge_", _forgets_the_rest, RING, {"out", "dq", "dk", "dv"}),
+    "gradients of keys are not summed": (ring_self_attention, "_summed", _unsummed, ROWS, {"dk", "dv"}),
+    "values do not go round": (Belt, "start", lambda right: _keeps_its_own, ROWS, {"out", "dq", "dk", "dv"}),
+    "tokens are not put in order": (ulysses_file, "_order", _out_of_order, HEADS_FOR_TOKENS, {"out", "dq", "dk", "dv"}),
+}
+
+
+def wrong_parts(rank: int, world: int, names: list[str]) -> list[set[str]]:
+    """What differs from the dense attention under each fault."""
+    mesh, found = Mesh.create({"cp": world}), []
+    for name in names:
+        owner, attribute, fault, case, _ = FAULTS[name]
+        table = positions(case.balance, S, world, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, attribute, fault(getattr(owner, attribute)))
+            pairs = zip(("out", "dq", "dk", "dv"), attend(mesh, case), dense(case), strict=True)
+            found.append({part for part, ours, whole in pairs if not torch.allclose(ours, whole[:, :, table])})
+    mesh.close()
+    return found
+
+
+def test_faults_are_noticed(ranks: Callable[..., list[list[set[str]]]]) -> None:
+    """Each on some rank, in the parts that depend on it."""
+    by_rank = ranks(wrong_parts, 2, list(FAULTS))
+    for name, *found in zip(FAULTS, *by_rank, strict=True):
+        assert set().union(*found) == FAULTS[name][-1], name
+
+
+def shifted_here(rank: int, world: int) -> list[float]:
+    """Loss of arange tokens with labels shifted globally, and shifted in each share."""
+    engine = make_engine(plan_of("llama", "ring", world, "contiguous"), SGD)
+    tokens = torch.arange(16).unsqueeze(0)
+    labels = tokens.roll(-1, 1)
+    own = positions("contiguous", 16, world, rank)
+    right = engine.forward_backward([(tokens, labels)], reduce=False)
+    wrong_labels = labels.clone()
+    wrong_labels[:, own] = tokens[:, own].roll(-1, 1)
+    wrong = engine.forward_backward([(tokens, wrong_labels)])
+    return [float(right), float(wrong)]
+
+
+def test_labels_are_those_of_the_whole_sequence(ranks: Callable[..., list[list[float]]]) -> None:
+    """At the edge of a share the label is a token that another rank has; a shift in each share is another loss."""
+    found = torch.tensor(ranks(shifted_here, 2)).sum(0)
+    plain, tokens = plain_model(MODELS["llama"]), torch.arange(16).unsqueeze(0)
+    expected = torch.nn.functional.cross_entropy(plain(tokens)[0], tokens.roll(-1, 1)[0])
+    assert abs(float(found[0] - expected.detach())) < 1e-6
+    assert abs(float(found[1] - expected.detach())) > 1e-3
 
 
 # --- its parts ---------------------------------------------------------------------------------------------

@@ -134,6 +134,12 @@ CONTROLS = {
     "dp sum of gradients, zero 1": Control(
         without("dp", "reduce_scatter", "gradients"), LLAMA, {**D2, "zero": 1}, "gradient norm", ratio=0.0
     ),
+    "sum of gradients over dp and cp": Control(
+        without("dp_cp", "all_reduce", "gradients"), LLAMA, {"context": {"degree": 2}}, "gradient"
+    ),
+    "sum of gradients over dp and cp, zero 2": Control(
+        without("dp_cp", "reduce_scatter", "gradients"), LLAMA, {"context": {"degree": 2}, "zero": 2}, "gradient"
+    ),
     "gather of parameters": Control(without("dp", "all_gather", "parameters"), LLAMA, {**D2, "zero": 1}, "weight"),
     "count of tokens": Control(without("dp", "all_reduce", "count"), LLAMA, {**D2, "num_micro_batches": 2}, "gradient"),
     # Gradients that are partial over other axes.

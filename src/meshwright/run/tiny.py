@@ -142,6 +142,9 @@ def _model(model: ModelSpec, strategy: Strategy, *, has_kv_replicas: bool) -> Mo
     tp, grouped = strategy.tp, model.num_kv_heads < model.num_heads
     kv_heads = max(1, tp // 2) if has_kv_replicas else tp
     num_heads = 2 * tp if grouped else kv_heads
+    if strategy.cp > 1 and strategy.context.kind == "ulysses":  # which divides the heads of each tp rank
+        num_heads *= strategy.cp
+        kv_heads *= 1 if grouped else strategy.cp
     return model.model_copy(
         update={
             "name": f"{model.name}-tiny",
