@@ -187,7 +187,7 @@ def table(world: int, found: list[dict[str, Any]], options: argparse.Namespace) 
 def train(rank: int, world: int, file: str, options: argparse.Namespace) -> tuple[float, float, float, int]:
     """One rank: loss before and after, seconds of a step, peak memory in bytes."""
     meshes.start_local(file, rank, world)
-    size = Size(num_layers=2, hidden_size=256, vocab_size=2048, seq_length=options.train, batch_per_rank=1)
+    size = Size(num_layers=2, hidden_size=128, vocab_size=2048, seq_length=options.train, batch_per_rank=1)
     strategy = Strategy(context=Context(kind="ring", degree=world, balance="zigzag"), zero=1)
     plan = make_plan(size, strategy)
     engine = parallelize(build(plan.model), plan, mesh=Mesh.create(strategy.sizes))
