@@ -93,6 +93,13 @@ BROKEN = {
         {},
         "has experts: sequence=megatron",
     ),
+    "expert-degree": (
+        6,
+        {"dp": 6, "num_micro_batches": 2, "expert": {"degree": 3}},
+        {"num_experts": 4, "experts_per_token": 2},
+        {},
+        "expert.degree=3 does not divide the experts 4",
+    ),
     "balance": (
         1,
         {"num_micro_batches": 12},

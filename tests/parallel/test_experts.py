@@ -44,6 +44,13 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("capacity", {"dp": 2, "pp": 2, "zero": 2, "num_micro_batches": 2}),
     ("shared", {"pp": 2, "tp": 2, "schedule": "zb-h1", "num_micro_batches": 3}),
     ("sigmoid", {"pp": 4, "schedule": "dualpipe", "num_micro_batches": 8}),
+    ("mixture", {"dp": 2, "expert": {"degree": 2}, "num_micro_batches": 2}),
+    ("capacity", {"dp": 2, "expert": {"degree": 2}, "zero": 1, "micro_batch_size": 2, "recompute": "full"}),
+    ("shared", {"dp": 4, "expert": {"degree": 2}, "zero": 3, "num_micro_batches": 2}),
+    ("sigmoid", {"dp": 4, "expert": {"degree": 4}, "zero": 1, "micro_batch_size": 2}),
+    ("choice", {"dp": 4, "expert": {"degree": 2}, "zero": 2}),
+    ("batch", {"dp": 2, "tp": 2, "expert": {"degree": 2}, "num_micro_batches": 2, "schedule": "gpipe"}),
+    ("switch", {"dp": 2, "pp": 2, "expert": {"degree": 2}, "schedule": "zb-h1", "num_micro_batches": 3}),
 ]
 
 

@@ -94,7 +94,10 @@ def all_to_all_start(
     """Asynchronous :func:`all_to_all`."""
     _check_contiguous("all_to_all", out, x)
     received, sent = _elements(out, axis, out_splits), _elements(x, axis, in_splits)
-    return begin_counted("all_to_all", axis, x.nbytes, lambda: axis.transport.all_to_all(out, x, received, sent))
+    sent_bytes = (x.numel() - sent[axis.index]) * x.element_size()
+    return begin_counted(
+        "all_to_all", axis, x.nbytes, lambda: axis.transport.all_to_all(out, x, received, sent), sent_bytes
+    )
 
 
 def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:

@@ -30,9 +30,9 @@ class Ledger:
             raise InputError(f"`{name}` is not a phase of a step; known phases: {', '.join(PHASES)}")
         return Phase(self, name)
 
-    def record(self, primitive: str, axis: str, payload_bytes: int, size: int) -> None:
+    def record(self, primitive: str, axis: str, payload_bytes: int, size: int, sent_bytes: int | None = None) -> None:
         """Count one call over `size` ranks; payloads as in :func:`meshwright.core.measures.wire_bytes`."""
-        self.traffic.add(primitive, axis, self.current_phase, payload_bytes, size)
+        self.traffic.add(primitive, axis, self.current_phase, payload_bytes, size, sent_bytes=sent_bytes)
 
     def record_wait(self, phase: str, seconds: float) -> None:
         """Add to what was waited in a phase."""

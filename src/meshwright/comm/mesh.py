@@ -33,6 +33,8 @@ from meshwright.core.axes import (
     DP_ACROSS,
     DP_CP,
     DP_NODE,
+    EDP,
+    EP,
     MESH_ORDER,
     PP,
     PP_ENDS,
@@ -58,6 +60,7 @@ class SubAxes(TypedDict):
     kv_replicas: int
     dp_local: int
     tensor: Sequence[tuple[str, int]]
+    ep: int
     pp_ends: tuple[int, int]
     pp_mirrored: bool
 
@@ -162,6 +165,7 @@ class Mesh:
         kv_replicas: int = 1,
         dp_local: int | None = None,
         tensor: Sequence[tuple[str, int]] = (),
+        ep: int = 1,
         pp_ends: tuple[int, int] | None = None,
         pp_mirrored: bool = False,
         ledger: Ledger | None = None,
@@ -174,6 +178,7 @@ class Mesh:
             kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
             dp_local: consecutive ranks of a dp × cp group that share a node (axes `dp_node`, `dp_across`); None: all.
             tensor: sub-axes of tp and their sizes, outermost first (`core.layouts.Grid.axes`).
+            ep: neighbours of a dp × cp group that share the experts of a layer (axes `ep`, `edp`, where more than one).
             pp_ends: pipeline ranks that hold the two ends of the model (axis `pp_ends`); None: the first and the last.
             pp_mirrored: whether the ranks r and p−1−r of a pipeline hold the same stages (axis `pp_mirror`).
             ledger: where calls are counted; a new one by default.
@@ -181,15 +186,15 @@ class Mesh:
 
         Raises:
             InputError: the product of the sizes is not the number of ranks, an unknown axis, or an axis that cannot
-                be cut into groups of `kv_replicas`, `dp_local` or `tensor`.
+                be cut into groups of `kv_replicas`, `dp_local`, `tensor` or `ep`.
         """
-        full = _checked_sizes(sizes, kv_replicas, dp_local, tensor)
+        full = _checked_sizes(sizes, kv_replicas, dp_local, tensor, ep)
         rank, device = (dist.get_rank() if dist.is_initialized() else 0), _device()
         ledger = ledger or Ledger()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         transports: dict[tuple[int, ...], Transport] = {}
         axes = {}
-        for name, lines in axis_groups(full, kv_replicas, dp_local, tensor, pp_ends, pp_mirrored).items():
+        for name, lines in axis_groups(full, kv_replicas, dp_local, tensor, ep, pp_ends, pp_mirrored).items():
             _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
             group = groups[ranks]
@@ -221,6 +226,7 @@ def axis_groups(
     kv_replicas: int = 1,
     dp_local: int | None = None,
     tensor: Sequence[tuple[str, int]] = (),
+    ep: int = 1,
     pp_ends: tuple[int, int] | None = None,
     pp_mirrored: bool = False,
 ) -> dict[str, Groups]:
@@ -233,6 +239,9 @@ def axis_groups(
     groups[DP_ACROSS] = tuple(line[at::local] for line in groups[DP_CP] for at in range(local))
     for axis, stride, size in _sub_axes(tensor):
         groups[axis] = tuple(part for line in groups[TP] for part in _strided(line, stride, size))
+    if ep > 1:
+        groups[EP] = tuple(part for line in groups[DP_CP] for part in _parts(line, ep))
+        groups[EDP] = tuple(line[at::ep] for line in groups[DP_CP] for at in range(ep))
     groups[TP_KV] = tuple(part for line in groups[TP] for part in _parts(line, kv_replicas))
     ends = pp_ends or (0, sizes[PP] - 1)
     mirrored = [(at, sizes[PP] - 1 - at) for at in range((sizes[PP] + 1) // 2)] if pp_mirrored else []
@@ -286,7 +295,7 @@ def _paired(line: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> Groups:
 
 
 def _checked_sizes(
-    sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None, tensor: Sequence[tuple[str, int]]
+    sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None, tensor: Sequence[tuple[str, int]], ep: int
 ) -> dict[str, int]:
     unknown = [axis for axis in sizes if axis not in MESH_ORDER]
     if unknown:
@@ -296,6 +305,8 @@ def _checked_sizes(
     if product != world:
         factors = " × ".join(f"{axis}={size}" for axis, size in full.items())
         raise InputError(f"{factors} = {product} ranks, but this run has {world}; start {product} ranks")
+    if full[DP] * full[CP] % ep:
+        raise InputError(f"dp={full[DP]} × cp={full[CP]} ranks cannot form groups of {ep} that share experts")
     if full[TP] % kv_replicas:
         raise InputError(f"tp={full[TP]} ranks cannot form groups of {kv_replicas} key/value replicas")
     data = full[DP] * full[CP]

@@ -44,9 +44,14 @@ def begin(primitive: str, axis: Axis, post: Callable[[], Handle]) -> Work:
         raise _lost(primitive, axis, error) from error
 
 
-def begin_counted(primitive: str, axis: Axis, payload_bytes: int, post: Callable[[], Handle]) -> Work:
-    """Start a call and write its row in the ledger. Raises RankError."""
-    axis.ledger.record(primitive, axis.name, payload_bytes, axis.size)
+def begin_counted(
+    primitive: str, axis: Axis, payload_bytes: int, post: Callable[[], Handle], sent_bytes: int | None = None
+) -> Work:
+    """Start a call and write its row in the ledger; `sent_bytes` where they do not follow from the payload.
+
+    Raises RankError.
+    """
+    axis.ledger.record(primitive, axis.name, payload_bytes, axis.size, sent_bytes)
     return begin(primitive, axis, post)
 
 

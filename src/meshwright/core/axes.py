@@ -29,6 +29,11 @@ DP_NODE = "dp_node"
 DP_ACROSS = "dp_across"
 """The ranks of one dp (× cp) group at the same position of every node."""
 
+EP = "ep"
+"""Expert parallel: neighbours among the dp (× cp) ranks, which share the experts of every layer and exchange tokens."""
+EDP = "edp"
+"""The dp (× cp) ranks that hold the same experts."""
+
 TP_KV = "tp_kv"
 """The ranks of one tp group that hold a replica of the same key/value heads (kv heads < tp)."""
 
@@ -62,6 +67,8 @@ WHOLE_AXIS = {
     DP_CP: DP,
     DP_NODE: DP,
     DP_ACROSS: DP,
+    EP: DP,
+    EDP: DP,
     TP_KV: TP,
     **dict.fromkeys(TENSOR_AXES, TP),
     PP_ENDS: PP,

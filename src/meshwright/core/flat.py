@@ -28,6 +28,10 @@ NUM_GRADIENT_BUFFERS = 2
 """Blocks of whole gradients at a time, with ZeRO 2 and 3: one is filled while the other is reduced."""
 
 
+_Kind = tuple[bool, tuple[str, ...]]
+"""Whether ranks of ep hold different boxes, and the axes to sum over besides dp."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One parameter's place in a bucket: elements [start, stop)."""
@@ -57,6 +61,8 @@ class Bucket:
     """Axes besides dp over which the whole bucket's gradient must be summed."""
     block: str = ""
     """The block of the model that its parameters belong to, where buckets are cut by block (ZeRO 2 and 3)."""
+    is_spread: bool = False
+    """Whether it holds experts of this rank's own: then it is reduced, and divided, over edp instead of dp."""
 
     def shard(self, dp: int, index: int) -> tuple[int, int]:
         """Elements [start, stop) of dp rank `index`."""
@@ -102,7 +108,7 @@ def make_buckets(
     for kind in _kinds(backward):
         open_bucket: list[Placement] = []
         size = 0
-        for placement in (p for p in backward if p.sum_over == kind):
+        for placement in (p for p in backward if _kind_of(p) == kind):
             open_bucket.append(placement)
             size += placement.box.numel * gradient_bytes
             if size >= cap_bytes:
@@ -124,9 +130,13 @@ def held_buckets(held: Iterable[Placement], strategy: Strategy) -> tuple[Bucket,
     return make_buckets(held, strategy.data_ranks, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
 
 
-def _kinds(held: Iterable[Placement]) -> list[tuple[str, ...]]:
-    """Different `sum_over`, the empty one first."""
-    return sorted({p.sum_over for p in held}, key=lambda axes: (len(axes), axes))
+def _kind_of(placement: Placement) -> _Kind:
+    return placement.is_spread, placement.sum_over
+
+
+def _kinds(held: Iterable[Placement]) -> list[_Kind]:
+    """Different ways of summing gradients: over fewest axes first, experts of a rank's own last."""
+    return sorted({_kind_of(p) for p in held}, key=lambda kind: (kind[0], len(kind[1]), kind[1]))
 
 
 def _block_buckets(backward: Sequence[Placement], dp: int) -> Iterator[Bucket]:
@@ -134,7 +144,7 @@ def _block_buckets(backward: Sequence[Placement], dp: int) -> Iterator[Bucket]:
     for block in sorted(dict.fromkeys(map(block_of, backward)), key=_order_of(backward).__getitem__):
         members = [p for p in backward if block_of(p) == block]
         for kind in _kinds(members):
-            yield _close([p for p in members if p.sum_over == kind], dp, kind, block)
+            yield _close([p for p in members if _kind_of(p) == kind], dp, kind, block)
 
 
 def _order_of(backward: Sequence[Placement]) -> dict[str, tuple[int, bool, int]]:
@@ -159,16 +169,17 @@ def part_of(placement: Placement) -> str:
     return FRONT if at_front else BACK
 
 
-def _close(members: list[Placement], dp: int, sum_over: tuple[str, ...], block: str = "") -> Bucket:
+def _close(members: list[Placement], dp: int, kind: _Kind, block: str = "") -> Bucket:
     """Sorted so that equal treatment lies side by side; then few segments cover a shard. Ranks that sum up a bucket
     sort it alike: of mirrored pipeline ranks only one owns what both hold."""
+    is_spread, sum_over = kind
     is_mirrored = PP_MIRROR in sum_over
     ordered = sorted(members, key=lambda p: (not p.decay, not p.owned and not is_mirrored))
     slots, at = [], 0
     for placement in ordered:
         slots.append(Slot(placement, at, at + placement.box.numel))
         at += placement.box.numel
-    return Bucket(tuple(slots), -(-at // dp) * dp, sum_over, block)
+    return Bucket(tuple(slots), -(-at // dp) * dp, sum_over, block, is_spread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,15 @@ class Context(Value):
     """Which tokens a rank has: neighbours; a piece from the front and its mirror from the back; or every so many."""
 
 
+class Expert(Value):
+    """How the experts of a layer are divided over ranks."""
+
+    degree: int = Field(default=1, gt=0)
+    """Ranks that share the experts of each layer, neighbours among those of dp: each has its own, and tokens travel."""
+    tensor: int | None = Field(default=None, gt=0)
+    """Ranks that share each expert's width; None: those of tp."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The ranks of a tp axis under a kind of tensor parallelism."""

@@ -71,14 +71,28 @@ class Traffic:
 
     rows: dict[tuple[str, str, str], TrafficRow] = field(default_factory=dict)
 
-    def add(self, primitive: str, axis: str, phase: str, payload_bytes: int, size: int, calls: int = 1) -> None:
-        """Record `calls` equal calls. A call over one rank is not a call."""
+    def add(
+        self,
+        primitive: str,
+        axis: str,
+        phase: str,
+        payload_bytes: int,
+        size: int,
+        calls: int = 1,
+        *,
+        sent_bytes: int | None = None,
+    ) -> None:
+        """Record `calls` equal calls. A call over one rank is not a call.
+
+        Args:
+            sent_bytes: wire bytes of each, where they do not follow from the payload: of uneven exchanges.
+        """
         if size == 1 or calls == 0:
             return
         row = self.rows.setdefault((primitive, axis, phase), TrafficRow())
         row.calls += calls
         row.payload_bytes += calls * payload_bytes
-        row.wire_bytes += calls * wire_bytes(primitive, payload_bytes, size)
+        row.wire_bytes += calls * (wire_bytes(primitive, payload_bytes, size) if sent_bytes is None else sent_bytes)
 
     @property
     def wire_bytes(self) -> int:

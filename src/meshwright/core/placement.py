@@ -39,7 +39,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One logical parameter as one rank holds it. Every placement is replicated over dp and cp."""
+    """One logical parameter as one rank holds it. Every placement is replicated over dp and cp, or over edp."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,6 +55,8 @@ class Placement:
     """Which tile of the parameter's rows on this rank, where it is held in tiles."""
     stages: tuple[int, ...] = (0,)
     """Pipeline stages of this rank that use it, ascending: two where it holds both ends of a tied embedding."""
+    is_spread: bool = False
+    """Whether ranks of ep hold different boxes of it: then it is replicated over edp only."""
 
     @property
     def key(self) -> str:
@@ -170,7 +172,7 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
 
     Source: Shoeybi et al. 2019, §3 (tensor); Narayanan et al. 2021, §2 (pipeline).
     """
-    layers, grid = strategy.stage_layers(spec.num_layers), strategy.grid
+    layers = strategy.stage_layers(spec.num_layers)
     own = strategy.rank_stages(at[PP])
     is_mirrored = strategy.pipeline_schedule.num_directions > 1
     ends = {stage: strategy.stage_ends(stage) for stage in own}
@@ -189,11 +191,25 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
             owned=_is_owned(spec, param, strategy, at, is_mirrored),
             tile=tile,
             stages=stages,
+            is_spread=is_spread(param, strategy),
         )
         for param, stages in used
         if stages
-        for tile, box in _tiles(param, param_box(spec, param, grid, at[TP]), strategy.tile)
+        for tile, box in _tiles(param, _own_box(spec, param, strategy, at), strategy.tile)
     )
+
+
+def is_spread(param: ParamSpec, strategy: Strategy) -> bool:
+    """Whether the ranks of ep divide a parameter: a matrix of all experts."""
+    return strategy.ep > 1 and "experts" in param.dims
+
+
+def _own_box(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int]) -> Box:
+    box = param_box(spec, param, strategy.grid, at[TP])
+    if not is_spread(param, strategy):
+        return box
+    first, count = even_split(box.sizes[0], strategy.ep, strategy.data_index(at) % strategy.ep)
+    return Box((first, *box.offsets[1:]), (count, *box.sizes[1:]))
 
 
 def is_tiled(param: ParamSpec) -> bool:

@@ -15,7 +15,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.grid_rules import company_fault, cut, grid_fault, sequences_fault, sizes_fault
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, Tensor
+from meshwright.core.layouts import Context, Expert, Tensor
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import is_tiled, param_box
 from meshwright.core.strategy import Offload, Strategy
@@ -99,6 +99,26 @@ def _experts(c: Case) -> str | None:
     ):
         if is_set:
             return f"`{model.name}` has experts: {name}"
+    return None
+
+
+def _expert_degree(c: Case) -> str | None:
+    s, model = c.strategy, c.model
+    if s.expert.tensor not in (None, s.tp):
+        return f"expert.tensor={s.expert.tensor} with tp={s.tp}"
+    if s.ep == 1:
+        return None
+    for what, total in (("the experts", model.num_experts), ("the ranks dp × context.degree", s.data_ranks)):
+        if (fault := _divides(what, total, "expert.degree", s.ep)) is not None:
+            return fault
+    for name, is_set in (
+        (f"`{model.name}`, which has no experts", not model.num_experts),
+        ("offload", s.offload.is_used),
+        (f"shard_over={s.shard_over}", s.shard_over != "all"),
+        (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
+    ):
+        if is_set:
+            return f"expert.degree={s.ep} with {name}"
     return None
 
 
@@ -329,6 +349,14 @@ RULES = (
         _experts,
     ),
     Rule(
+        "expert-degree",
+        "expert.degree divides the experts and the ranks dp × context.degree; expert.tensor is tp; no offload, sharding "
+        "over a node or asynchronous schedule beside it",
+        "each rank holds equally many experts of every layer, whose gradients are summed over the ranks that hold them "
+        "too",
+        _expert_degree,
+    ),
+    Rule(
         BALANCE,
         "a balance loss over the batch needs one micro-batch, or every forward of a step before its first backward "
         "(schedule=gpipe); else take router.balance_over=sequence",
@@ -522,6 +550,7 @@ def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, jo
             "tensor": Tensor(),
             "sequence": "none",
             "context": Context(),
+            "expert": Expert(),
             "shard_over": "all",
             "keep_gathered": False,
             "reduce_each": False,

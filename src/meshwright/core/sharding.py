@@ -5,6 +5,7 @@
     ... on nodes       reduce_scatter dp_node, reduce_scatter dp_across  ◀─ backwards ─ all_gather, all_gather
     ... shard on node  reduce_scatter dp_node, all_reduce dp_across      ◀─ backwards ─ all_gather dp_node
     zero 0 on nodes    reduce_scatter dp_node, all_reduce dp_across, all_gather dp_node
+    own experts        the first two, over edp
 
 Read by the runtime, by the forecasts, and by checkpoints. Sources: Rajbhandari et al. 2020 §5 (ZeRO), Zhao et al. 2023
 §3.2 (hybrid sharding), Mikami et al. 2018 (two levels).
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.core.axes import DP, DP_ACROSS, DP_CP, DP_NODE
+from meshwright.core.axes import DP, DP_ACROSS, DP_CP, DP_NODE, EDP
 from meshwright.core.strategy import Strategy
 
 Range = tuple[int, int]
@@ -43,6 +44,9 @@ class Sharding:
     levels: tuple[Level, ...]
     """All levels: what divides a bucket into one part for every dp rank."""
 
+    ep: int = 1
+    """Neighbours on dp that hold other experts."""
+
     @property
     def num_shards(self) -> int:
         """Parts of a bucket that different ranks keep."""
@@ -60,7 +64,8 @@ class Sharding:
         """Level's axis → position on it. Ranks of a node follow one another on dp."""
         local = next((level.size for level in self.levels if level.axis == DP_NODE), 1)
         across, node = divmod(data_index, local)
-        return {DP: data_index, DP_CP: data_index, DP_NODE: node, DP_ACROSS: across}
+        positions = {DP: data_index, DP_CP: data_index, DP_NODE: node, DP_ACROSS: across}
+        return positions | {EDP: data_index // self.ep}
 
 
 def _part(numel: int, levels: tuple[Level, ...], positions: dict[str, int]) -> Range:
@@ -72,10 +77,16 @@ def _part(numel: int, levels: tuple[Level, ...], positions: dict[str, int]) -> R
     return start, start + length
 
 
-def sharding(strategy: Strategy) -> Sharding:
-    """The way of a strategy's buckets. Two levels where a dp group has several ranks on each of several nodes."""
+def sharding(strategy: Strategy, is_spread: bool = False) -> Sharding:
+    """The way of a strategy's buckets, of those with experts of a rank's own if `is_spread`.
+
+    Two levels where a dp group has several ranks on each of several nodes; experts of a rank's own go in one.
+    """
     local = strategy.dp_local
     zero = strategy.zero > 0
+    if is_spread:
+        own = (Level(EDP, strategy.data_ranks // strategy.ep),)
+        return Sharding(own if zero else (), () if zero else own, zero, own, strategy.ep)
     if not 1 < local < strategy.data_ranks:
         flat = (Level(strategy.data_axis, strategy.data_ranks),)
         return Sharding(flat if zero else (), () if zero else flat, zero, flat)

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from meshwright.core.axes import CP, DP, DP_CP, PP, TP
 from meshwright.core.cluster import ClusterSpec, Tier
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.layouts import Context, Grid, SequenceKind, Tensor, grid
+from meshwright.core.layouts import Context, Expert, Grid, SequenceKind, Tensor, grid
 from meshwright.core.precision import RECIPES, Recipe
 from meshwright.core.program import COMPUTE_KINDS, Kind
 from meshwright.core.schedule import (
@@ -77,6 +77,8 @@ class Strategy(Value):
     """`megatron` divides the tokens over tp between the layers' matrix products (with tensor.kind=1d)."""
     context: Context = Context()
     """How many ranks share the tokens of a sequence, and how."""
+    expert: Expert = Expert()
+    """Which ranks share the experts of a mixture."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: 1 divides the optimizer's state over dp, 2 also the gradients, 3 also the parameters."""
     shard_over: Literal["all", "node"] = "all"
@@ -153,6 +155,11 @@ class Strategy(Value):
     def data_axis(self) -> str:
         """Their axis."""
         return DP if self.cp == 1 else DP_CP
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts of a layer."""
+        return self.expert.degree
 
     def data_index(self, at: Mapping[str, int]) -> int:
         """Position on :attr:`data_axis` of the rank at mesh coordinates `at`."""
@@ -305,7 +312,9 @@ class Strategy(Value):
         schedule = f" {self.schedule}{chunks}" if has_order else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
         zero = f"zero{self.zero}{self._zero_choices()}"
-        degrees = f"D{self.dp}{self._context()} T{self.tp}{self._tensor()} P{self.pp}"
+        degrees = (
+            f"D{self.dp}{f' E{self.ep}' if self.ep > 1 else ''}{self._context()} T{self.tp}{self._tensor()} P{self.pp}"
+        )
         return f"{degrees} {zero}{schedule}{batch}{self._recompute()} {self.precision}"
 
     def _recompute(self) -> str:

@@ -51,7 +51,7 @@ def memory(
     recipe = strategy.recipe
     buckets = rank_buckets(model, strategy, at) if buckets is None else buckets
     whole = sum(b.numel for b in buckets)
-    shard = whole // sharding(strategy).num_shards
+    shard = sum(b.numel // sharding(strategy, b.is_spread).num_shards for b in buckets)
 
     def held(from_stage: int) -> int:
         return shard if strategy.zero >= from_stage else whole

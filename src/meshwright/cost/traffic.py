@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
-from meshwright.core.axes import DP_ACROSS, DP_CP, DP_NODE, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
+from meshwright.core.axes import DP_ACROSS, DP_CP, DP_NODE, EDP, EP, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -17,7 +17,7 @@ from meshwright.core.placement import kv_group
 from meshwright.core.sharding import Level, sharding
 from meshwright.core.strategy import Strategy
 from meshwright.cost import context
-from meshwright.cost.experts import add_router_traffic, add_tensor_traffic
+from meshwright.cost.experts import add_exchange_traffic, add_router_traffic, add_tensor_traffic
 from meshwright.cost.grids import Sizes, grid_traffic
 
 SCALAR_BYTES = 8
@@ -30,6 +30,8 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
         **strategy.sizes,
         **strategy.grid.sizes,
         DP_CP: strategy.data_ranks,
+        EP: strategy.ep,
+        EDP: strategy.data_ranks // strategy.ep,
         DP_NODE: strategy.dp_local,
         DP_ACROSS: strategy.data_ranks // strategy.dp_local,
         TP_KV: kv_group(model, strategy),
@@ -61,6 +63,7 @@ def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Itera
             _tensor(total, model, job, strategy, stage)
         else:
             grid_traffic(total, _grid_sizes(model, job, strategy, index), strategy, stage)
+        add_exchange_traffic(total, model, job, strategy, stage)
         _pipeline(total, model, job, strategy, stage)
         num_layers = len(strategy.stage_layers(model.num_layers)[stage])
         context.add_attention(total, model, job, strategy, num_layers)
@@ -162,7 +165,7 @@ def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequenc
 
 
 def _gradients(total: Traffic, sizes: Mapping[str, int], strategy: Strategy, bucket: Bucket) -> None:
-    way = sharding(strategy)
+    way = sharding(strategy, bucket.is_spread)
     is_each = strategy.reduces_each
     remaining = bucket.numel * strategy.recipe.sent_gradient_bytes
     if not is_each:
@@ -185,7 +188,7 @@ def _sum_over(total: Traffic, sizes: Mapping[str, int], bucket: Bucket, payload_
 
 
 def _parameters(total: Traffic, strategy: Strategy, bucket: Bucket) -> None:
-    way, payload_bytes = sharding(strategy), bucket.numel * strategy.recipe.parameter_bytes
+    way, payload_bytes = sharding(strategy, bucket.is_spread), bucket.numel * strategy.recipe.parameter_bytes
     if strategy.zero in (1, 2):
         _gather(total, "parameters", way.scatter, payload_bytes)
     if strategy.zero == 3:

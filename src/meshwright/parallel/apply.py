@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import CP, DP, PP, PP_MIRROR, TP, WORLD
+from meshwright.core.axes import CP, DP, EP, PP, PP_MIRROR, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
@@ -25,7 +25,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import even_split
 from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
-from meshwright.parallel import direct, dropout, pipeline, recompute, tensor, tiling
+from meshwright.parallel import direct, dropout, experts, pipeline, recompute, tensor, tiling
 from meshwright.parallel.asynchronous import EndlessPipeline, Update
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.context import apply as context
@@ -94,6 +94,8 @@ class ParallelModel:
         tp = mesh[TP] if strategy.sequence == "megatron" else None
         self.masks = Masks(job.dropout, 0, *((tp.index, tp.size) if tp else (0, 1)))
         dropout.apply(model, self.masks)
+        self.exchanges = experts.spread(model.layers, spec, mesh[EP]) if strategy.ep > 1 else {}
+        """Layer → what exchanges the rows of its experts, where ranks share them."""
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
@@ -291,7 +293,8 @@ class ParallelModel:
             total[3] = sum(len(share.tokens) for share in shares)
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[self.strategy.data_axis])
-        if self.strategy.reduces_each and total.is_cpu:  # elsewhere the host would wait; a rank that is late is named
+        needs_equal = self.strategy.reduces_each or self.strategy.ep > 1
+        if needs_equal and total.is_cpu:  # elsewhere the host would wait; a rank that is late is named
             self._check_micro_batches(len(shares), int(total[1]))
         return total
 
@@ -311,12 +314,14 @@ class ParallelModel:
             )
 
     def _check_micro_batches(self, own: int, together: int) -> None:
-        dp = self.strategy.data_ranks
+        dp, ep = self.strategy.data_ranks, self.strategy.ep
         if own * dp != together:
+            why = f"zero={self.strategy.zero} every rank needs equally many, because gradients are reduced after each"
+            if ep > 1:
+                why = f"expert.degree={ep} every rank needs equally many, because each exchanges tokens with the others"
             raise InputError(
                 f"rank {self.mesh.rank} has {own} micro-batches in this step, its {dp} dp ranks together {together}; "
-                f"with zero={self.strategy.zero} every rank needs equally many, because gradients are reduced after "
-                f"each: give a rank that has no more data one whose labels are all {IGNORE}"
+                f"with {why}: give a rank that has no more data one whose labels are all {IGNORE}"
             )
 
     @torch.no_grad()
@@ -325,8 +330,7 @@ class ParallelModel:
         self.gatherer.release()
         if self.states.way.stays_scattered and self.states.keeps_whole_parameters:
             with self.mesh.ledger.phase("parameters"):
-                levels = self.states.way.scatter
-                works = [gather_start(b.parameters, b.shard, levels, self.mesh) for b in self.states.buckets]
+                works = [gather_start(b.parameters, b.shard, b.way.scatter, self.mesh) for b in self.states.buckets]
                 for work in works:
                     work.wait()
 

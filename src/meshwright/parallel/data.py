@@ -219,7 +219,7 @@ class _Whole:
         with self._mesh.ledger.phase("gradients"):
             for axis in bucket.layout.sum_over:
                 all_reduce(bucket.gradients, self._mesh[axis])
-            self._running.append(reduce_start(bucket.gradients, self._states.way, self._mesh))
+            self._running.append(reduce_start(bucket.gradients, bucket.way, self._mesh))
 
     def finish(self) -> None:
         for work in self._running:
@@ -300,7 +300,7 @@ class _Shards:
         self._states.settle(bucket)
         with self._mesh.ledger.phase("gradients"):
             out = self._target(index)
-            self._running[index] = scatter_start(out, bucket.gradients, self._states.way.scatter, self._mesh)
+            self._running[index] = scatter_start(out, bucket.gradients, bucket.way.scatter, self._mesh)
         self._states.start_step(bucket)
 
     @torch.no_grad()
@@ -327,8 +327,7 @@ class _Shards:
         for index, bucket in enumerate(self._states.buckets):
             if self._is_first[index]:
                 bucket.own_gradients.zero_()
-        replicas = tuple(level.axis for level in self._states.way.replicate)
-        self._sum((bucket, replicas) for bucket in self._states.buckets)
+        self._sum((bucket, _replicas(bucket)) for bucket in self._states.buckets)
         self._sum((bucket, bucket.layout.sum_over) for bucket in self._states.buckets)
 
     def _sum(self, shards: Iterable[tuple[FlatBucket, tuple[str, ...]]]) -> None:
@@ -388,11 +387,10 @@ class _StoredShards(_Shards):
         self._wait(list(self._running))
         for buffer in list(self._writing):
             self._end_writes(buffer)
-        replicas = tuple(level.axis for level in self._states.way.replicate)
         for index, bucket in enumerate(self._states.buckets):
             if self._is_first[index]:
                 self._write_start(index, self._store.staging(self._target(index)).zero_()).wait()
-            self._sum_over(index, (*replicas, *bucket.layout.sum_over))
+            self._sum_over(index, (*_replicas(bucket), *bucket.layout.sum_over))
 
     def _sum_over(self, index: int, axes: Sequence[str]) -> None:
         if not axes:
@@ -408,3 +406,8 @@ def _move(leaf: torch.Tensor, sink: GradientSink) -> None:
     """A gradient that autograd has made, to where its bucket is."""
     grad, leaf.grad = leaf.grad, None
     sink.add(grad)
+
+
+def _replicas(bucket: FlatBucket) -> tuple[str, ...]:
+    """Axes over which a scattered bucket has replicas."""
+    return tuple(level.axis for level in bucket.way.replicate)

@@ -1,4 +1,5 @@
-"""Experts cut over tp: every expert's first products by columns, its last one by rows.
+"""Experts over ranks: each expert cut over tp, its first products by columns, its last one by rows; and different
+experts on different ranks of ep (Lepikhin et al. 2020, GShard; Fedus et al. 2021).
 
 What it divides:
 
@@ -7,7 +8,15 @@ What it divides:
 
 All ranks of a tp group route alike: router and weights are whole on each. So a token's output is summed over tp once,
 after its experts' outputs were, and the gradient of the weights too.
-What it needs: rule `tp-ffn`. What it costs: as an MLP, and backward k numbers per token more; `cost.experts`.
+With ep, rank q holds experts q·E/e to (q+1)·E/e, and tokens travel:
+
+    rows by expert [n,h] ──all-to-all──▶ rows for own experts, of each rank in turn ─▶ experts ─▶ ──all-to-all──▶ [n,h]
+
+How many rows come is known after an all-to-all of counts. Rows are copied nowhere but in front and at the end: runs of
+one rank after the other are multiplied as they lie. An expert's gradient has summed over the tokens of all ranks of ep,
+so that it is summed over edp only.
+What it needs: rules `tp-ffn`, `experts`, `expert-degree`. What it costs: as an MLP, and backward k numbers per token
+more over tp; over ep two exchanges of k·T rows forward and two backward; `cost.experts`.
 """
 
 from __future__ import annotations
@@ -16,9 +25,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 
-from meshwright.comm.differentiable import copy_to, reduce_from
+from meshwright.comm.collectives import all_to_all
+from meshwright.comm.differentiable import all_to_all_first, copy_to, reduce_from
 from meshwright.comm.mesh import Axis
+from meshwright.core.model import ModelSpec
 
 Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
 Product = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Write | None], torch.Tensor]
@@ -39,6 +51,45 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return self._product(rows, self.weight, counts, self.write)
+
+
+class Exchange:
+    """What computes the rows of a layer's experts where these stand on the ranks of ep: (rows, loads [E]) → rows."""
+
+    def __init__(self, experts: nn.Module, axis: Axis) -> None:
+        self._run, self._axis = experts.run, axis
+        self.last: tuple[list[int], list[int]] = ([], [])
+        """Rows that this rank has sent to each rank last, and that have come from each."""
+
+    def __call__(self, rows: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
+        sent, counts = self._counts(rows, loads)
+        num = len(counts) // self._axis.size
+        received = [sum(counts[at : at + num]) for at in range(0, len(counts), num)]
+        self.last = sent, received
+        own = all_to_all_first(rows, self._axis, received, sent)
+        return all_to_all_first(self._run(own, counts), self._axis, sent, received)
+
+    @torch.no_grad()
+    def _counts(self, rows: torch.Tensor, loads: torch.Tensor) -> tuple[list[int], list[int]]:
+        """(rows for each rank, rows of each run that come: by rank, then by own expert)."""
+        coming = all_to_all(torch.empty_like(loads), loads.contiguous(), self._axis)
+        if loads.is_meta or is_fake(loads):  # nothing is known: evenly
+            return _even(len(rows), self._axis.size), _even(len(rows), len(loads))
+        return loads.view(self._axis.size, -1).sum(1).tolist(), coming.tolist()
+
+
+def _even(total: int, parts: int) -> list[int]:
+    base, extra = divmod(total, parts)
+    return [base + (index < extra) for index in range(parts)]
+
+
+def spread(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> dict[int, Exchange]:
+    """Let the experts of these layers exchange their rows over ep, in place. Weights are cut by placement."""
+    exchanges = {}
+    for name, layer in layers.items():
+        if spec.is_sparse(int(name)):
+            exchanges[int(name)] = layer.mlp.experts.compute = Exchange(layer.mlp.experts, axis)
+    return exchanges
 
 
 def cut(experts: nn.Module, axis: Axis) -> None:

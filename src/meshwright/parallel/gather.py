@@ -60,7 +60,7 @@ class Gatherer:
         mesh: Mesh,
         strategy: Strategy,
     ) -> None:
-        self._mesh, self._levels = mesh, states.way.scatter
+        self._mesh = mesh
         self._keeps, self._prefetch = strategy.keeps_gathered, strategy.prefetch
         modules = {} if states.keeps_whole_parameters else _modules(model, states)
         self.blocks = _blocks(states, modules)
@@ -138,7 +138,7 @@ class Gatherer:
         self._read(index)
         for handle in self._reading.pop(index):
             handle.wait()
-        works = [gather_start(b.parameters, b.shard, self._levels, self._mesh) for b in self.blocks[index].buckets]
+        works = [gather_start(b.parameters, b.shard, b.way.scatter, self._mesh) for b in self.blocks[index].buckets]
         self._running[index] = _All(works)
 
     def _read(self, index: int) -> None:

@@ -28,7 +28,7 @@ from meshwright.core.flat import Bucket, Pool, Slot, gradient_pool, held_buckets
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement, placements
 from meshwright.core.precision import Recipe
-from meshwright.core.sharding import sharding
+from meshwright.core.sharding import Sharding, sharding
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.offload.store import Flat, Store, copy, read
 from meshwright.parallel.offload.stream import StoredRun, StoredState
@@ -123,6 +123,7 @@ class FlatBucket:
     """One bucket's layout and its memory on this rank."""
 
     layout: Bucket
+    way: Sharding
     own: slice
     """Elements that this rank updates: its shard, or all."""
     counted: slice
@@ -176,7 +177,7 @@ class FlatStates:
         sinks: likewise → how its layers write its gradient; the others are left to autograd.
         recipe: dtypes of each copy.
         frozen: logical names of parameters that are not trained: their gradient is zero, no update changes them.
-        way: how buckets are divided over the dp ranks.
+        way: how buckets are divided over the dp ranks; `spread_way`: those of a rank's own experts, over edp.
         parameter_pool: where blocks are gathered; None where parameters are kept whole.
         gradient_pool: where gradients of sharded buckets are summed up; None where they are kept whole.
         store: what is offloaded; None where nothing is.
@@ -195,7 +196,7 @@ class FlatStates:
     ) -> None:
         self.recipe: Recipe = strategy.recipe
         self.frozen = frozen
-        self.way = sharding(strategy)
+        self.way, self.spread_way = sharding(strategy), sharding(strategy, is_spread=True)
         self.placements = placements(spec, strategy, at)
         layouts = held_buckets(self.placements, strategy)
         self.parameter_pool = parameter_pool(layouts, strategy)
@@ -244,11 +245,13 @@ class FlatStates:
         return taken
 
     def _bucket(self, layout: Bucket, data_index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
-        own = slice(*self.way.own(layout.numel, data_index))
-        counted = slice(*self.way.counted(layout.numel, data_index))
+        way = self.spread_way if layout.is_spread else self.way
+        own = slice(*way.own(layout.numel, data_index))
+        counted = slice(*way.counted(layout.numel, data_index))
         state = None if self.store is None else self.store.add(layout, own.start, own.stop, self.frozen)
         return FlatBucket(
             layout,
+            way,
             own,
             counted,
             parameters,

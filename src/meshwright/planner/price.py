@@ -142,7 +142,21 @@ def _held_key(strategy: Strategy, rank: int) -> Key:
     s = strategy
     by_block = s.zero >= 2
     cut = s.layers_per_stage, s.stage_ranks, s.num_parts
-    return s.dp, s.tp, s.pp, s.tensor, s.sequence, s.context, cut, s.bucket_bytes, s.precision, s.tile, by_block, rank
+    return (
+        s.dp,
+        s.tp,
+        s.pp,
+        s.ep,
+        s.tensor,
+        s.sequence,
+        s.context,
+        cut,
+        s.bucket_bytes,
+        s.precision,
+        s.tile,
+        by_block,
+        rank,
+    )
 
 
 def _once_key(strategy: Strategy, rank: int) -> Key:

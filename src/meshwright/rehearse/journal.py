@@ -53,8 +53,8 @@ class Journal(Ledger):
         self.entries[-1].kept_bytes = self.kept_bytes()
         self.entries.append(Entry(action))
 
-    def record(self, primitive: str, axis: str, payload_bytes: int, size: int) -> None:
+    def record(self, primitive: str, axis: str, payload_bytes: int, size: int, sent_bytes: int | None = None) -> None:
         """As of every ledger; calls over one rank are none."""
-        super().record(primitive, axis, payload_bytes, size)
+        super().record(primitive, axis, payload_bytes, size, sent_bytes)
         if size > 1:
             self.entries[-1].calls.append(Call(primitive, axis, self.current_phase, payload_bytes, size))

@@ -61,10 +61,9 @@ def _sizes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
 
 def _groups(strategy: Strategy, buckets: tuple[Bucket, ...], data_index: int) -> tuple[tuple[int, ...], ...]:
     """Sizes of the groups in which an offloaded shard of each bucket is kept."""
-    way = sharding(strategy)
     cuts = []
     for bucket in buckets:
-        start, stop = way.own(bucket.numel, data_index)
+        start, stop = sharding(strategy, bucket.is_spread).own(bucket.numel, data_index)
         groups = cut_groups(bucket.segments(start, stop), start, stop, strategy.offload.group_numel)
         cuts.append(tuple(high - low for low, high in groups))
     return tuple(cuts)

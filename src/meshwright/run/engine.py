@@ -395,6 +395,7 @@ def sub_axes(plan: Plan) -> SubAxes:
         kv_replicas=kv_group(plan.model, strategy),
         dp_local=strategy.dp_local,
         tensor=strategy.grid.axes,
+        ep=strategy.ep,
         pp_ends=strategy.end_ranks,
         pp_mirrored=strategy.pipeline_schedule.num_directions > 1,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshwright.core.axes import CP, DP, MESH_ORDER, PP, TP
@@ -48,6 +48,7 @@ def _strategy(planned: Strategy) -> Strategy:
     change = {
         "tensor": tensor,
         **{axis: degree for axis, degree in degrees.items() if axis != CP},
+        "expert": planned.expert.model_copy(update={"degree": _shared_by(planned, degrees), "tensor": None}),
         "context": planned.context.model_copy(update={"degree": degrees[CP]}),
         "num_micro_batches": _num_micro_batches(planned, degrees[PP]),
         "micro_batch_size": _micro_batch_size(planned, grid(tensor, degrees[TP])),
@@ -86,6 +87,12 @@ def _micro_batch_size(planned: Strategy, small: Grid) -> int:
     return min(planned.micro_batch_size // parts, 2) * small.parts(small.batch_axes)
 
 
+def _shared_by(planned: Strategy, degrees: Mapping[str, int]) -> int:
+    """Ranks that share experts: as planned, or as many as the clone's dp has place for."""
+    ranks = degrees[DP] * degrees[CP]
+    return next(degree for degree in range(min(planned.ep, ranks), 0, -1) if ranks % degree == 0)
+
+
 def _num_micro_batches(planned: Strategy, pp: int) -> int:
     """Two and a bit rounds of the pipeline, or as many below as the schedule has a timetable for."""
     most = min(planned.num_micro_batches, 2 * pp + 1)
@@ -111,7 +118,7 @@ def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
     per_token = min(model.experts_per_token, MAX_PER_TOKEN)
     groups = 2 if gate.num_groups > 1 else 1
     return {
-        "num_experts": MAX_EXPERTS,
+        "num_experts": -(-MAX_EXPERTS // strategy.ep) * strategy.ep,
         "experts_per_token": per_token,
         "expert_ffn_size": 4 * tp if model.expert_ffn_size else None,
         "shared_ffn_size": 2 * tp if model.shared_ffn_size else None,
