@@ -164,6 +164,12 @@ CONTROLS = {
     "a router's loss twice": Control(
         replaced(ParallelModel, "count_step", _half_the_sequences), MOE, D2, "gradient", r"router.weight|embedding"
     ),
+    "experts summed over edp": Control(
+        without("edp", "all_reduce", "gradients"), MOE, {"dp": 4, "expert": {"degree": 2}}, "gradient"
+    ),
+    "experts' norm once for all ranks": Control(
+        counted_again(lambda p: not p.is_spread), MOE, {**T2, "dp": 2, "expert": {"degree": 2}}, "norm"
+    ),
     "loads of one rank": Control(without("dp", "all_reduce", "router"), MOE, D2, "router-loss"),
     # Stages of a pipeline.
     "weight gradients of the last micro-batch": Control(

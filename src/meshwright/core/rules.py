@@ -350,8 +350,8 @@ RULES = (
     ),
     Rule(
         "expert-degree",
-        "expert.degree divides the experts and the ranks dp × context.degree; expert.tensor is tp; no offload, sharding "
-        "over a node or asynchronous schedule beside it",
+        "expert.degree divides the experts and the ranks dp × context.degree; expert.tensor is tp; no offload, "
+        "sharding over a node or asynchronous schedule beside it",
         "each rank holds equally many experts of every layer, whose gradients are summed over the ranks that hold them "
         "too",
         _expert_degree,
