@@ -13,6 +13,7 @@ from meshwright.core import rules_context
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
+from meshwright.core.expert_rules import balance, expert_degree, experts
 from meshwright.core.grid_rules import company_fault, cut, grid_fault, sequences_fault, sizes_fault
 from meshwright.core.job import Job
 from meshwright.core.layouts import Context, Expert, Tensor
@@ -80,55 +81,6 @@ def _ffn(c: Case) -> str | None:
         if (fault := _divides(what, width, name, tp)) is not None:
             return fault
     return None
-
-
-def _experts(c: Case) -> str | None:
-    s, model = c.strategy, c.model
-    if not model.num_experts:
-        return None
-    gate = model.gate
-    for name, is_set in (
-        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"sequence={s.sequence}", s.sequence != "none"),
-        (f"context.degree={s.cp}", s.cp > 1),
-        (f"recompute={s.recompute} and router.noise={gate.noise}", s.recompute != "none" and gate.noise != "none"),
-        (
-            f"schedule={s.schedule} and router losses or biases",
-            s.pipeline_schedule.is_asynchronous and (gate.has_losses or gate.bias),
-        ),
-    ):
-        if is_set:
-            return f"`{model.name}` has experts: {name}"
-    return None
-
-
-def _expert_degree(c: Case) -> str | None:
-    s, model = c.strategy, c.model
-    if s.expert.tensor not in (None, s.tp):
-        return f"expert.tensor={s.expert.tensor} with tp={s.tp}"
-    if s.ep == 1:
-        return None
-    for what, total in (("the experts", model.num_experts), ("the ranks dp × context.degree", s.data_ranks)):
-        if (fault := _divides(what, total, "expert.degree", s.ep)) is not None:
-            return fault
-    for name, is_set in (
-        (f"`{model.name}`, which has no experts", not model.num_experts),
-        ("offload", s.offload.is_used),
-        (f"shard_over={s.shard_over}", s.shard_over != "all"),
-        (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
-    ):
-        if is_set:
-            return f"expert.degree={s.ep} with {name}"
-    return None
-
-
-def _balance(c: Case) -> str | None:
-    s, gate = c.strategy, c.model.gate
-    if not (c.model.num_experts and gate.balance_loss and gate.balance_over == "batch") or _timetable(c) is not None:
-        return None
-    if s.forwards_first:
-        return None
-    return f"router.balance_over=batch with schedule={s.schedule} and num_micro_batches={s.num_micro_batches}"
 
 
 def _vocab(c: Case) -> str | None:
@@ -346,7 +298,7 @@ RULES = (
         "layers of experts need 1D tensor parallelism and whole sequences; noise of their gates no recompute; their "
         "losses and biases no asynchronous schedule",
         "a token's experts are chosen once, by what its rank knows of its sequence and of the step",
-        _experts,
+        lambda c: experts(c.strategy, c.model),
     ),
     Rule(
         "expert-degree",
@@ -354,14 +306,14 @@ RULES = (
         "sharding over a node or asynchronous schedule beside it",
         "each rank holds equally many experts of every layer, whose gradients are summed over the ranks that hold them "
         "too",
-        _expert_degree,
+        lambda c: expert_degree(c.strategy, c.model),
     ),
     Rule(
         BALANCE,
         "a balance loss over the batch needs one micro-batch, or every forward of a step before its first backward "
         "(schedule=gpipe); else take router.balance_over=sequence",
         "it weighs experts by their loads over all tokens of the step, which backward must know",
-        _balance,
+        lambda c: balance(c.strategy, c.model),
     ),
     Rule(
         "tensor-grid",
@@ -611,5 +563,5 @@ def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, j
         for micro in divisors(per_rank):
             split = other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})
             case = Case(split, model, cluster, job)
-            if _timetable(case) is None and _balance(case) is None and sequences_fault(split) is None:
+            if _timetable(case) is None and balance(split, model) is None and sequences_fault(split) is None:
                 yield split
