@@ -108,6 +108,18 @@ def test_tensor_parallel_divides_heads_and_ffn_only(tp):
     }
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sequence_parallel_divides_everything(tp):
+    """Korthikanti et al. 2022, §4.2: all of 34·s·b·h over t. Here: every term of a layer, of the head, of norms."""
+    spec = SPECS["llama"].model_copy(update={"num_heads": 4, "num_kv_heads": 4})
+    split = Strategy(tp=tp, sequence="megatron")
+    for terms in (layer_terms, layer_input_terms, recomputed_core_terms, head_terms):
+        whole, part = (total_bytes(terms(spec, strategy, B, 64)) for strategy in (Strategy(), split))
+        assert part * tp == whole
+    in_tp_only = total_bytes(layer_terms(spec, Strategy(tp=tp), B, 64))
+    assert in_tp_only > total_bytes(layer_terms(spec, split, B, 64))
+
+
 def test_llama_70b_layer_is_as_published_by_hand():
     """8h + 4ad + 4gd + 6f + 4a bytes per token in bf16, and 8 of statistics (h=8192, a=64, g=8, d=128, f=28672)."""
     change = {"hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "ffn_size": 28672}
