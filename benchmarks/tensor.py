@@ -58,6 +58,11 @@ class Task:
     steps: int
 
 
+def gathered(layouts: tuple[object, ...], desired: tuple[object, ...]) -> PrepareModuleInput:
+    """Inputs of a module, from what they are to what they shall be."""
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired)
+
+
 def torch_step(model: nn.Module, ranks: int, *, is_sp: bool) -> Step:
     """A step of PyTorch's tensor parallelism."""
     between = Shard(1) if is_sp else Replicate()
@@ -74,8 +79,8 @@ def torch_step(model: nn.Module, ranks: int, *, is_sp: bool) -> Step:
         plan |= {f"{at}{name}": RowwiseParallel(output_layouts=between) for name in ("attention.o", "mlp.down")}
         if is_sp:
             plan |= {f"{at}{name}_norm": SequenceParallel() for name in ("attention", "mlp")}
-            gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-            plan |= {f"{at}{name}": PrepareModuleInput(**gather) for name in ("attention", "mlp")}
+            plan[f"{at}attention"] = gathered((Shard(1), None), (Replicate(), None))  # the second: where tokens stand
+            plan[f"{at}mlp"] = gathered((Shard(1),), (Replicate(),))
     parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
     optimizer = adamw(model.parameters())
 
@@ -85,7 +90,7 @@ def torch_step(model: nn.Module, ranks: int, *, is_sp: bool) -> Step:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
