@@ -7,6 +7,7 @@ import torch
 from meshwright.checkpoint import Piece, bucket_pieces
 from meshwright.core.axes import coordinates_of
 from meshwright.core.flat import Bucket, make_buckets
+from meshwright.core.layouts import Tensor
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import placements
 from meshwright.core.strategy import Strategy
@@ -89,4 +90,7 @@ LAYOUTS = {
     "T2P2": Strategy(tp=2, pp=2),
     "P3": Strategy(pp=3),
     "D4z": Strategy(dp=4, zero=1),
+    "Q4": Strategy(tp=4, tensor=Tensor(kind="2d")),
+    "Q8": Strategy(tp=8, tensor=Tensor(kind="2.5d", depth=2)),
+    "C8": Strategy(tp=8, tensor=Tensor(kind="3d")),
 }

@@ -13,8 +13,8 @@ from meshwright.core.errors import CheckpointError, RankError
 from meshwright.core.placement import Box
 from tests.checkpoint.layouts import LAYOUTS, RankState, reference, spec_of
 
-SAVED = ("D1", "D2z", "T2P2", "D2T2z")
-LOADED = ("D1", "P2", "T4", "D4z")
+SAVED = ("D1", "D2z", "T2P2", "D2T2z", "Q4", "Q8", "C8")
+LOADED = ("D1", "P2", "T4", "D4z", "Q4", "C8")
 
 
 def save_layout(rank: int, world: int, folder: str, layout: str) -> None:

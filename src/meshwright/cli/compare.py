@@ -23,6 +23,7 @@ from meshwright.run.launch import enter_ranks, speaks_for_all
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from meshwright.core.model import ModelSpec
     from meshwright.run.compare import Request
     from meshwright.run.options import TrainOptions
     from meshwright.run.outcome import Outcome, Trial
@@ -41,6 +42,7 @@ class What(StrEnum):
 
     ZERO = "zero"
     PRECISION = "precision"
+    TENSOR = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,15 @@ class Defaults:
 
 DEFAULTS = {
     What.ZERO: Defaults(ranks=2, steps=8, precisions=("fp32",)),
+    What.TENSOR: Defaults(ranks=64, steps=0, precisions=("bf16",)),
     What.PRECISION: Defaults(ranks=1, steps=60, precisions=("fp32", "bf16", "bf16-16", "fp16")),
 }
 
 
 def compare_command(
-    what: Annotated[What, typer.Argument(help="zero: every stage, and DataParallel; precision: fp32, bf16, ...")],
+    what: Annotated[
+        What, typer.Argument(help="zero: every stage, and DataParallel; precision: fp32, bf16, ...; tensor: see below.")
+    ],
     model: Annotated[str, typer.Option(help="Preset name, config.json, folder with one, or TOML file.")] = "demo-s",
     ranks: Annotated[int | None, typer.Option(min=1, help="CPU ranks. Default: zero 2, precision 1.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each. Default: zero 8, precision 60.")] = None,
@@ -78,13 +83,19 @@ def compare_command(
     html: Annotated[Path | None, typer.Option(help="Also draw the comparison into this page.")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep plans, losses and measurements in this new folder.")] = None,
 ) -> None:
-    """Train one model in several ways; exit status 1 where one is not as forecast."""
+    """Train one model in several ways; exit status 1 where one is not as forecast.
+
+    `tensor` trains nothing: what one layer holds and sends on a rank, for each way to divide it over --ranks.
+    """
     from meshwright.core.sources import load_model
     from meshwright.run.compare import Request
     from meshwright.run.options import TrainOptions
 
     defaults = DEFAULTS[what]
     ranks = ranks or defaults.ranks
+    if what is What.TENSOR:
+        compare_tensor(load_model(model), ranks, batch or ranks, seq, _precisions(what, precisions)[0], html)
+        return
     request = Request(
         load_model(model),
         ranks,
@@ -112,11 +123,32 @@ def _precisions(what: What, text: str | None) -> tuple[str, ...]:
     unknown = [name for name in names if name not in RECIPES]
     if unknown or not names:
         raise InputError(f"--precision {text}: no precision `{', '.join(unknown)}`; known: {', '.join(RECIPES)}")
-    if what is What.ZERO and len(names) > 1:
+    if what is not What.PRECISION and len(names) > 1:
         raise InputError(
-            f"--precision {text}: the stages are compared in one precision; give one, or `meshwright compare precision`"
+            f"--precision {text}: the others are compared in one precision; give one, or `meshwright compare precision`"
         )
     return names
+
+
+def compare_tensor(model: ModelSpec, ranks: int, batch: int, seq: int, precision: str, html: Path | None) -> None:
+    """Tables and sentences in closed form; with `html` a page too."""
+    from meshwright.core.sources import load_cluster
+    from meshwright.core.strategy import Strategy
+    from meshwright.planner.tensor_kinds import crossovers, ways
+    from meshwright.report.figures import write_page
+    from meshwright.report.tables import report_console
+    from meshwright.report.tensor import refusals, ways_figure, ways_table
+
+    cluster, kept = load_cluster(f"local:{ranks}"), Strategy(precision=precision).precision
+    found = ways(model, cluster, batch, seq, kept)
+    console = report_console()
+    console.print(ways_table(found))
+    for line in (*refusals(found), *crossovers(found, model, cluster, batch, seq, kept)):
+        console.print(line, highlight=False, soft_wrap=True)
+    if html is not None:
+        with writing(html):
+            write_page([ways_figure(found)], html, "ways to divide a layer")
+        console.print(f"page written to {html}", highlight=False, soft_wrap=True)
 
 
 def _trials(what: What, request: Request, precisions: Sequence[str]) -> list[Trial]:
