@@ -154,7 +154,7 @@ def test_the_command_prints_the_board(tables, capsys):
     folder = tables(row("a", use="check"), row("b", use="check", strategy={"ep": 2}))
     assert main(["scoreboard", str(folder), "--rows"]) == 0
     shown = capsys.readouterr().out
-    assert "1 of 2" in shown
+    assert "1/2" in shown
     assert "not expressed: expert parallelism ×1" in shown
     assert "D2 T2 P2 zero0 1f1b" in shown
 

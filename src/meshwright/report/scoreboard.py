@@ -12,7 +12,7 @@ from meshwright.planner.scoreboard.score import TableScore
 from meshwright.report.tables import NONE
 
 _CAPTION = (
-    "rows: expressed of all. In %: time, memory and regret as mean / worst, bias with its sign; constant: mean error "
+    "rows: expressed/all. In %: time, memory and regret as mean/worst, bias with its sign; constant: mean error "
     "in time of one utilisation, fitted on the table / borrowed from the others. false fit: rows that fit by the "
     "forecast alone / by the run alone"
 )
@@ -39,18 +39,18 @@ def _cells(score: TableScore) -> list[str]:
     mean_regret = sum(regrets) / len(regrets) if regrets else None
     return [
         score.name,
-        f"{score.num_expressed} of {score.num_rows}",
+        f"{score.num_expressed}/{score.num_rows}",
         _pair(score.time.mean, score.time.worst),
         percent(score.time.bias, signed=True),
         _pair(score.memory.mean, score.memory.worst),
-        f"{score.false_fits} / {score.false_refusals}",
+        f"{score.false_fits}/{score.false_refusals}",
         _pair(mean_regret, max(regrets, default=None)),
         _pair(score.own_constant.mean, score.borrowed_constant.mean),
     ]
 
 
 def _pair(first: float | None, second: float | None) -> str:
-    return NONE if first is None and second is None else f"{percent(first)} / {percent(second)}"
+    return NONE if first is None and second is None else f"{percent(first)}/{percent(second)}"
 
 
 def rows_table(score: TableScore) -> Table:
