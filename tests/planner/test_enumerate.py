@@ -174,6 +174,7 @@ def test_a_field_is_fixed_once():
         ({"dp": 3}, "world", "cluster `1x8xround` has 8"),
         ({"dp": 2, "tp": 8}, "world", "dp=2 × tp=8"),
         ({"micro_batch_size": 3}, "batch", "micro_batch_size=3"),
+        (parse_fix(["tensor=kind:2d", "tp=2"]), "tensor-grid", "nothing legal with tensor=kind:2d, tp=2: tp=2 ranks"),
         ({"pp": 2, "layers_per_stage": (3, 3)}, "pp-layer-list", "[3, 3]"),
     ],
 )

@@ -12,7 +12,7 @@ from meshwright.core.errors import InputError, RuleError
 from meshwright.core.schedule import find_schedule
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted
-from meshwright.core.values import shortened
+from meshwright.core.values import Value, shortened
 
 FIELDS = tuple(name for name in Strategy.model_fields if name != "ranks_per_node")
 NESTED = ("offload", "tensor", "context")
@@ -63,8 +63,16 @@ def check_fix(fix: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_words(fix: Mapping[str, Any]) -> str:
-    """`dp=2, zero=1`."""
-    return ", ".join(f"{name}={value}" for name, value in fix.items())
+    """`dp=2, zero=1`, and of several parts those that were named: `tensor=kind:2d`."""
+    return ", ".join(f"{name}={_as_typed(value)}" for name, value in fix.items())
+
+
+def _as_typed(value: Any) -> str:
+    if not isinstance(value, Value):
+        return str(value)
+    return ",".join(
+        f"{part}:{getattr(value, part)}" for part in type(value).model_fields if part in value.model_fields_set
+    )
 
 
 def _field_value(name: str, value: Any) -> Any:
