@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def test_policies_equal_one_process(ranks: Ranks) -> None:
-    """Losses, gradients, weights; traffic and kept bytes as forecast. Every layout meets one policy, two of them another."""
+    """Losses, gradients, weights; traffic and kept bytes as forecast. Every layout meets one policy or two."""
     models, policies, plans = (LLAMA, QWEN3, GPT2), list(POLICIES.values()), []
     for at, layout in enumerate(LAYOUTS.values()):
         for policy in (policies[at % 6], policies[(at + 3) % 6])[: 1 + (at in (1, 4))]:
