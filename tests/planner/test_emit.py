@@ -47,6 +47,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "sequence": {"sequence": "megatron"},
     "context": {"context": {"degree": 2, "kind": "ulysses"}},
     "tensor": {"tensor": {"kind": "2d"}, "tp": 4},
+    "expert": {"expert": {"degree": 2}},
 }
 """Field → a strategy in which it is not at its default, with what it needs."""
 OTHERS_OF_JOB: dict[str, dict[str, Any]] = {

@@ -52,6 +52,7 @@ def emit(plan: Plan) -> Emitted:
 
 
 WHY = {
+    "expert": "DeepSpeed's MoE layer takes it as ep_size in the script",
     **dict.fromkeys(("dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"),
     "recompute": "wrap the layers in `deepspeed.checkpointing.checkpoint`",
     "shard_over": "DeepSpeed shards over all ranks; its MiCS and hpZ are set up otherwise",

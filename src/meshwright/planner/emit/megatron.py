@@ -18,6 +18,9 @@ PRECISIONS: dict[str, Flags] = {
     "fp16": {"--fp16": None, "--accumulate-allreduce-grads-in-fp32": None},
     "fp16-16": {"--fp16": None},
 }
+WHY = {
+    "expert": "set --expert-model-parallel-size and --expert-tensor-parallel-size with the other flags of mixtures",
+}
 ALWAYS = ("dp", "tp", "pp", "micro_batch_size", "num_micro_batches", "zero", "dropout")
 
 
@@ -40,7 +43,7 @@ def emit(plan: Plan) -> Emitted:
     flags |= _model(plan.model)
     flags |= {"--attention-dropout": 0, "--hidden-dropout": f"{plan.job.dropout:g}"}
     text = script(command_line([*torchrun_words(plan), "pretrain_gpt.py"], flags))
-    return Emitted({"megatron.sh": text}, (*left_out(plan, TOOL, said), *_notes(plan)))
+    return Emitted({"megatron.sh": text}, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
 
 
 Part = tuple[Flags, set[str]]

@@ -64,6 +64,7 @@ def emit(plan: Plan) -> Emitted:
 
 
 WHY = {
+    "expert": "set --parallelism.expert_parallel_degree, where the model has experts",
     "layers_per_stage": "stages of different length are named module by module in torchtitan's model parts",
     "schedule": f"torchtitan runs {', '.join(SCHEDULES.values())}, or a table of its own form",
     "recompute_layers": "torchtitan recomputes all layers, or every so many",

@@ -28,6 +28,11 @@ OF_TRAINING = (
     "z_loss",
 )
 
+WHY = {
+    "expert": "vLLM has --enable-expert-parallel, over the ranks of tp and dp",
+    **dict.fromkeys(OF_TRAINING, TRAINING),
+}
+
 
 def emit(plan: Plan) -> Emitted:
     """The `vllm serve` command, for the model's folder in the place of `MODEL`."""
@@ -46,4 +51,4 @@ def emit(plan: Plan) -> Emitted:
     words = [*([f"VLLM_PP_LAYER_PARTITION={cut}"] if cut else []), "vllm serve", '"$MODEL"']
     said.add("layers_per_stage")
     text = script(command_line(words, flags))
-    return Emitted({"vllm.sh": text}, tuple(left_out(plan, TOOL, said, dict.fromkeys(OF_TRAINING, TRAINING))))
+    return Emitted({"vllm.sh": text}, tuple(left_out(plan, TOOL, said, WHY)))
