@@ -186,3 +186,27 @@ def test_eight_experts_on_four_ranks_are_two_each() -> None:
         boxes = [p.box for p in held if p.name == "layers.1.mlp.experts.up.weight"]
         assert [(box.offsets[0], box.sizes[0]) for box in boxes] == [(2 * rank, 2)]
         assert next(p for p in held if p.name.endswith("router.weight")).box.sizes[0] == 8
+
+
+def balanced_on_rank(rank: int, world: int, plan: str, steps: int) -> tuple[float, float]:
+    """Largest load over the mean load, of the worst layer, before and after training a router that prefers expert 0."""
+    engine = make_engine(plan)
+    for name, values in engine.parallel.states.parameters.items():
+        if name.endswith("router.weight"):
+            values.data[1:] *= 0.1
+            values.data[0] = values.data[1:].mean(0) + 0.5
+    found = []
+    for step in range(steps):
+        train(engine, dataset(engine.plan), [step], rate=3e-3)
+        assert engine.last_routing is not None
+        found.append(float(engine.last_routing.imbalance.max()))
+    return sum(found[:3]) / 3, sum(found[-3:]) / 3
+
+
+def test_a_collapse_is_seen_and_the_balance_loss_ends_it(ranks: Ranks) -> None:
+    after = {}
+    for coefficient in (0.0, 1.0):
+        model = mixture({"balance_loss": coefficient, "z_loss": 0.0}, num_layers=2, experts_per_token=1)
+        ((_, after[coefficient]),) = ranks(balanced_on_rank, 1, run_plan(model, 4).to_toml(), 15)
+    assert after[1.0] < 3.0
+    assert after[0.0] > 1.3 * after[1.0]

@@ -189,7 +189,19 @@ class Training:
             self.measured.waits_s.append(self.engine.last_waits_s)
         tokens = self.plan.job.tokens_per_step
         eval_loss = self._evaluate() if self._is_due(step, options.eval_every) else None
-        return StepMetrics(step, loss, norm, rate, tokens, tokens / took_s, took_s, eval_loss, *overflow)
+        routing = self._routing(stats) if self.is_main else {}
+        return StepMetrics(step, loss, norm, rate, tokens, tokens / took_s, took_s, eval_loss, *overflow, **routing)
+
+    def _routing(self, stats: StepStats) -> dict[str, float]:
+        """What a mixture's routers did, for the metrics."""
+        report = self.engine.last_routing
+        if report is None or stats.router_loss is None:
+            return {}
+        found = {"router_loss": float(stats.router_loss)}
+        if report.layers:
+            found["expert_imbalance"] = float(report.imbalance.max())
+            found["dropped_choices"] = float(report.dropped.sum() / report.chosen.sum().clamp(min=1))
+        return found
 
     def _overflow(self, step: int, stats: StepStats) -> tuple[bool, float] | tuple[None, None]:
         """(skipped, loss scale) of fp16 training, which skips steps; nothing else may.

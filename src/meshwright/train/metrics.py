@@ -40,6 +40,12 @@ class StepMetrics:
     """Of fp16 training: True where a gradient overflowed and no rank changed anything."""
     loss_scale: float | None = None
     """Of fp16 training: what the loss was multiplied by."""
+    router_loss: float | None = None
+    """Of a mixture of experts: balance and z-losses of all layers, with their coefficients; not a part of `loss`."""
+    expert_imbalance: float | None = None
+    """Largest load of an expert over the mean load, worst of the layers of rank 0's stages; 1 where loads are even."""
+    dropped_choices: float | None = None
+    """Share of choices that no expert had room for, in the layers of rank 0's stages."""
 
 
 class MetricsWriter:
