@@ -145,8 +145,10 @@ def test_a_forecast_is_an_interval_where_nobody_has_measured_the_device():
     assert (least, most) == (2.0 * UNCALIBRATED[0], 2.0 * UNCALIBRATED[1])
     asked = wanted()
     assert "was never calibrated" in plan(asked.model, asked.cluster, asked.job).plan.why
-    calibrated = load_cluster("8xh100")
-    assert "calibrated" not in plan(asked.model, calibrated, asked.job).plan.why
+    why = plan(asked.model, load_cluster("4xh100"), asked.job).plan.why
+    assert "calibrated" not in why
+    assert "the largest loss is" in why
+    assert "the largest loss is products" not in why, "products are the work itself"
 
 
 def test_the_command_takes_all_of_it(capsys):

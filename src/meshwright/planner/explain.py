@@ -115,7 +115,7 @@ def _limits(winner: Forecast, pricer: Pricer) -> str:
     total = winner.step_time.total_s
     shares = [(term.name, term.seconds / total) for term in pricer.terms(winner)]
     listed = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
-    losses = [(share, name) for name, share in shares if name not in ("layers", "head")]
+    losses = [(share, name) for name, share in shares if name not in ("layers", "head", "products")]
     share, name = max(losses)
     limit = f"; the largest loss is {name}" if share >= 0.005 else ""
     return f"The step is {listed}{limit}.{_unpriced(winner.strategy, pricer.cluster)}"
