@@ -75,6 +75,10 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
         _print_agreement(console, who, ACTIVATION_TOLERANCE)
         if rehearsed:
             _print_agreement(console, f"dry run of {counted(len(rehearsed), 'role')}")
+        if plan.strategy.ep > 1:
+            console.print(
+                "but bytes over ep and activations, which follow where tokens went: calls alone were compared"
+            )
     return not wrong
 
 
