@@ -1,7 +1,8 @@
 """PipeDream's delayed updates on one process, in plain PyTorch: one micro-batch after the other, versions in a list.
 
 Products and the loss are written so that they round as the engine's do: weight gradients of further micro-batches are
-added by the product itself, and probabilities are exponentials over their sum.
+added by the product itself, so is what further projections give their common input, and probabilities are exponentials
+over their sum.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.plan import Plan
+from meshwright.models.decoder import Projections
 from meshwright.train.optimizer import OptimizerOptions
 from tests.parallel.runs import plain_model
 
@@ -52,7 +54,9 @@ class DelayedUpdates:
     def __post_init__(self) -> None:
         self.model = plain_model(self.plan.model, DTYPES[self.plan.strategy.precision])
         for module in self.model.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, Projections):
+                module.forward = lambda x, *layers: _Projections.apply(x, *(layer.weight for layer in layers))
+            elif isinstance(module, nn.Linear):
                 module.forward = lambda x, of=module: _Linear.apply(x, of.weight)
             elif isinstance(module, nn.Embedding):
                 module.forward = lambda ids, of=module: _Embedding.apply(ids, of.weight)
@@ -136,12 +140,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, weight = ctx.saved_tensors
-        grads, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-        if weight.grad is None:
-            weight.grad = torch.empty_like(weight).addmm_(grads.t(), inputs, beta=0)
-        else:
-            weight.grad.addmm_(grads.t(), inputs)
+        grads = grad.flatten(0, -2)
+        _add_product(weight, grads, x.flatten(0, -2))
         return (grads @ weight).view_as(x), None
+
+
+class _Projections(torch.autograd.Function):
+    """Linear layers without bias, of one input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, total = [grad.flatten(0, -2) for grad in grads], torch.zeros_like(x).flatten(0, -2)
+        for weight, grad in zip(weights, rows, strict=True):
+            total.addmm_(grad, weight)
+            _add_product(weight, grad, x.flatten(0, -2))
+        return total.view_as(x), *(None for _ in weights)
+
+
+def _add_product(weight: torch.Tensor, grads: torch.Tensor, inputs: torch.Tensor) -> None:
+    if weight.grad is None:
+        weight.grad = torch.empty_like(weight).addmm_(grads.t(), inputs, beta=0)
+    else:
+        weight.grad.addmm_(grads.t(), inputs)
 
 
 class _Embedding(torch.autograd.Function):

@@ -15,7 +15,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.profile import Profile, Stack
 from meshwright.core.strategy import Strategy
 from meshwright.cost.flops import stage_flops
-from meshwright.cost.kernels import Rates, head_kernels, layers_kernels, rates
+from meshwright.cost.kernels import Rates, head_kernels, head_product, layers_kernels, rates
 from meshwright.cost.terms import TimeTerm, total_s
 
 
@@ -114,6 +114,7 @@ def _by_kernels(
     _, is_last = strategy.stage_ends(stage)
     all_of = layers_kernels(model, job, strategy, speed, stack, layers)
     head = head_kernels(model, job, strategy, speed).times(is_last)
+    products_of_head = head_product(model, job, strategy, speed).times(is_last)
     seen = collectives.times(1 - stack.hidden_tensor_share)
     repeated = {"none": 0.0, "full": all_of.total.forward, "selective": all_of.attention.forward}[strategy.recompute]
     share = _share_again(model, strategy, stage)
@@ -137,7 +138,7 @@ def _by_kernels(
     return Compute(
         forward=(*forward, _launches(forward, len(layers) * stack.layer_forward_s)),
         backward=(*backward, _launches(backward, len(layers) * launches_s)),
-        weight_gradients_s=all_of.products.forward + head.forward,
+        weight_gradients_s=(all_of.products + products_of_head).backward / 2,
     )
 
 

@@ -259,4 +259,10 @@ def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) ->
     streams = Seconds(
         rates.stream_s(norm + z.tokens * 4 * wide * z.vocab), rates.stream_s(2 * norm + z.tokens * 2 * wide * z.vocab)
     )
-    return rates.product(z.tokens, z.vocab, z.hidden) + streams
+    return head_product(spec, job, strategy, rates) + streams
+
+
+def head_product(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> Seconds:
+    """The logits alone."""
+    z = _shape(spec, job, strategy)
+    return rates.product(z.tokens, z.vocab, z.hidden)
