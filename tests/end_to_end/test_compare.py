@@ -22,9 +22,9 @@ if "RANK" in os.environ:  # in ranks only
     import sys
     from meshwright.core.measures import Traffic
     add = Traffic.add
-    def one_more(self, primitive, axis, phase, payload_bytes, size, calls=1):
+    def one_more(self, primitive, axis, phase, payload_bytes, size, calls=1, **more):
         counted = sys._getframe(1).f_code.co_name == "record" and primitive == "all_gather"
-        add(self, primitive, axis, phase, payload_bytes + 4 * size * counted, size, calls)
+        add(self, primitive, axis, phase, payload_bytes + 4 * size * counted, size, calls, **more)
     Traffic.add = one_more
 """
 
@@ -112,7 +112,7 @@ def test_a_loss_that_differs_early_is_named(step: int, status: int, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("zero", "--precision", "fp32,bf16"), "the stages are compared in one precision"),
+        (("zero", "--precision", "fp32,bf16"), "`zero` is compared in one precision"),
         (("precision", "--precisions", "fp32,fp7"), "no precision `fp7`; known: fp32"),
         (("precision", "--precisions", ","), "known: fp32"),
         (("zero", "--batch", "3"), "3 sequences cannot be dealt to 2 ranks"),

@@ -125,7 +125,7 @@ def _precisions(what: What, text: str | None) -> tuple[str, ...]:
         raise InputError(f"--precision {text}: no precision `{', '.join(unknown)}`; known: {', '.join(RECIPES)}")
     if what is not What.PRECISION and len(names) > 1:
         raise InputError(
-            f"--precision {text}: the others are compared in one precision; give one, or `meshwright compare precision`"
+            f"--precision {text}: `{what}` is compared in one precision; give one, or `meshwright compare precision`"
         )
     return names
 
