@@ -113,6 +113,16 @@ def test_what_only_advice_speaks_against_is_offered_where_nothing_else_agrees(mo
     assert {(s.dp, s.tp, s.pp) for s in space.legal} == {(1, 4, 2)}
 
 
+def test_experts_are_shared_by_ranks_of_a_node_or_by_all_of_dp(model, cluster, job):
+    """Eight experts, dp=8 on nodes of four: two or four ranks of a node, or all eight; one degree where it is fixed."""
+    spec, machines = model(num_experts=8, experts_per_token=2), cluster(2, 4)
+    pure = {"tp": 1, "pp": 1}
+    assert {s.ep for s in strategies(spec, machines, job, pure).legal} == {1, 2, 4, 8}
+    assert {s.ep for s in strategies(spec, machines, job, pure | parse_fix(["expert=degree:2"])).legal} == {2}
+    assert {s.ep for s in strategies(spec, cluster(4, 2), job, pure).legal} == {1, 2, 8}
+    assert {s.ep for s in strategies(model(), machines, job, pure).legal} == {1}
+
+
 def test_unbalanced_pipelines_only_when_asked(model, cluster, job):
     spec, machines = model(num_layers=5, num_heads=1, num_kv_heads=1), cluster(1, 4)
     assert 4 not in {s.pp for s in strategies(spec, machines, job, {}).legal}

@@ -14,6 +14,7 @@ Read by the runtime, by the forecasts, and by checkpoints. Sources: Rajbhandari 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from meshwright.core.axes import DP, DP_ACROSS, DP_CP, DP_NODE, EDP
@@ -82,15 +83,24 @@ def sharding(strategy: Strategy, is_spread: bool = False) -> Sharding:
 
     Two levels where a dp group has several ranks on each of several nodes; experts of a rank's own go in one.
     """
-    local = strategy.dp_local
-    zero = strategy.zero > 0
+    s = strategy
     if is_spread:
-        own = (Level(EDP, strategy.data_ranks // strategy.ep),)
-        return Sharding(own if zero else (), () if zero else own, zero, own, strategy.ep)
-    if not 1 < local < strategy.data_ranks:
-        flat = (Level(strategy.data_axis, strategy.data_ranks),)
-        return Sharding(flat if zero else (), () if zero else flat, zero, flat)
-    node, across = Level(DP_NODE, local), Level(DP_ACROSS, strategy.data_ranks // local)
-    if zero and strategy.shard_over == "all":
+        return _spread(s.data_ranks // s.ep, s.zero > 0, s.ep)
+    return _whole(Level(s.data_axis, s.data_ranks), s.dp_local, s.zero > 0, s.shard_over == "all")
+
+
+@lru_cache(maxsize=1024)
+def _spread(num_replicas: int, zero: bool, ep: int) -> Sharding:
+    own = (Level(EDP, num_replicas),)
+    return Sharding(own if zero else (), () if zero else own, zero, own, ep)
+
+
+@lru_cache(maxsize=1024)
+def _whole(data: Level, local: int, zero: bool, shards_all: bool) -> Sharding:
+    """A planner asks for the same ones many thousand times."""
+    if not 1 < local < data.size:
+        return Sharding((data,) if zero else (), () if zero else (data,), zero, (data,))
+    node, across = Level(DP_NODE, local), Level(DP_ACROSS, data.size // local)
+    if zero and shards_all:
         return Sharding((node, across), (), True, (node, across))
     return Sharding((node,), (across,), zero, (node, across))

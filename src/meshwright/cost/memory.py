@@ -51,7 +51,8 @@ def memory(
     recipe = strategy.recipe
     buckets = rank_buckets(model, strategy, at) if buckets is None else buckets
     whole = sum(b.numel for b in buckets)
-    shard = sum(b.numel // sharding(strategy, b.is_spread).num_shards for b in buckets)
+    num_shards = {is_spread: sharding(strategy, is_spread).num_shards for is_spread in (False, True)}
+    shard = sum(b.numel // num_shards[b.is_spread] for b in buckets)
 
     def held(from_stage: int) -> int:
         return shard if strategy.zero >= from_stage else whole

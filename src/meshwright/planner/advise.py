@@ -135,11 +135,12 @@ ADVICE_RULES = (
         "tensor parallel inside a node, pipeline may cross nodes, data parallel over nodes", f"{_PTD_P}.2",
     ),
     AdviceRule(
-        "G7", lambda f: f.long_context, "activations of one sequence fill a device: sequence or context parallel",
-        "Korthikanti et al. 2022; Liu et al. 2023", offered=False,
+        "G7", lambda f: f.long_context,
+        "activations of one sequence fill a device: sequence or context parallel (planned where they are fixed)",
+        "Korthikanti et al. 2022; Liu et al. 2023",
     ),
     AdviceRule(
-        "G8", lambda f: f.has_experts, "mixture of experts: expert parallel", "Lepikhin et al. 2020", offered=False,
+        "G8", lambda f: f.has_experts, "mixture of experts: expert parallel", "Lepikhin et al. 2020",
     ),
     AdviceRule(
         "P1", lambda f: f.is_huge, "a very large model: bf16 before fp16, which needs loss scaling",

@@ -2,7 +2,7 @@
 
     degrees (dp, tp, pp) with dp × tp × pp = devices
       └─ refused as a whole where a rule of core/rules.py or an advice below is broken
-    choices: micro-batch size × schedule, with stages per rank × ZeRO stage × recompute, at one precision
+    choices: micro-batch size × schedule, with stages per rank × ZeRO stage × recompute × ranks that share experts
       └─ refused one by one
 
 A fixed field has one value, and an advice (unlike a rule) yields to it.
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 from typing import Any
 
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context
+from meshwright.core.layouts import Context, Expert
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import MICRO_BATCH_RULES, Case, all_degrees, check, divisors, nearest_legal, violations
 from meshwright.core.schedule import Schedule, find_schedule, schedules
@@ -183,6 +184,7 @@ def _choices(
         "zero": _offered_stages(first, fix),
         "recompute": ("none", "full"),
         "keep_gathered": (False, True) if fix.get("zero") == 3 and first.pp == 1 else (False,),
+        "expert": tuple(Expert(degree=degree) for degree in _expert_degrees(first, model, cluster)),
         "shard_over": ("all", "node") if 1 < _ranks_on_node(first, cluster) < first.data_ranks else ("all",),
     }
     options |= {name: (fix[name],) for name in options if name in fix}
@@ -203,6 +205,13 @@ def _gathers_further_ahead(first: Strategy, cluster: ClusterSpec, fix: Mapping[s
     (docs/performance.md). NCCL gathers beside the computation by itself; tiles and offload are there to save memory."""
     is_free = not any(name in fix for name in ("prefetch", "tile", "offload"))
     return is_free and cluster.backend == "gloo" and first.data_ranks > 2
+
+
+def _expert_degrees(first: Strategy, model: ModelSpec, cluster: ClusterSpec) -> list[int]:
+    """Ranks that may share the experts of a layer: those that fit a node, and all of dp."""
+    shared = gcd(first.dp, model.num_experts) if model.num_experts else 1
+    within = max(1, cluster.devices_per_node // first.tp)
+    return [degree for degree in divisors(shared) if degree <= within or degree == shared]
 
 
 def _micro_batch_sizes(per_rank: int) -> list[int]:

@@ -15,7 +15,7 @@ from meshwright.core.units import counted
 from meshwright.core.values import Value, shortened
 
 FIELDS = tuple(name for name in Strategy.model_fields if name != "ranks_per_node")
-NESTED = ("offload", "tensor", "context")
+NESTED = ("offload", "tensor", "context", "expert")
 """Fields that are values of several parts."""
 
 
