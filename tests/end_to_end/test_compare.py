@@ -118,6 +118,7 @@ def test_a_loss_that_differs_early_is_named(step: int, status: int, capsys: pyte
         (("zero", "--batch", "3"), "3 sequences cannot be dealt to 2 ranks"),
         (("zero", "--steps", "2"), "step 3 is the one that is measured"),
         (("zero", "--model", "no-such-model"), "no model `no-such-model`"),
+        (("tensor", "--steps", "3", "--text", "x"), "--steps, --text with `compare tensor`, which trains nothing"),
         (("precision", "--precision", "bf16-20"), "for forecasts only"),
     ],
 )

@@ -66,7 +66,9 @@ def compare_command(
         What, typer.Argument(help="zero: every stage, and DataParallel; precision: fp32, bf16, ...; tensor: see below.")
     ],
     model: Annotated[str, typer.Option(help="Preset name, config.json, folder with one, or TOML file.")] = "demo-s",
-    ranks: Annotated[int | None, typer.Option(min=1, help="CPU ranks. Default: zero 2, precision 1.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="CPU ranks. Default: zero 2, precision 1, tensor 64.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each. Default: zero 8, precision 60.")] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 64,
     batch: Annotated[
@@ -94,6 +96,8 @@ def compare_command(
     defaults = DEFAULTS[what]
     ranks = ranks or defaults.ranks
     if what is What.TENSOR:
+        training = {"--steps": steps, "--text": text, "--out": out, "--micro-batches": micro_batches - 1 or None}
+        _refuse_training([option for option, value in training.items() if value is not None])
         compare_tensor(load_model(model), ranks, batch or ranks, seq, _precisions(what, precisions)[0], html)
         return
     request = Request(
@@ -113,6 +117,12 @@ def compare_command(
         found = _carry_out(trials, options, ranks, out, stack)
     if found is not None:
         show(what, found, html)
+
+
+def _refuse_training(options: Sequence[str]) -> None:
+    """Raises InputError for options of a training, where nothing is trained."""
+    if options:
+        raise InputError(f"{', '.join(options)} with `compare tensor`, which trains nothing; leave it out")
 
 
 def _precisions(what: What, text: str | None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.measures import wire_bytes
 from meshwright.core.profile import Profile
-from meshwright.cost.network import num_rounds
+from meshwright.cost.network import flat_s, num_rounds
 from meshwright.rehearse.measure import HEAD_DIM, HEADS, Call, Measured
 
 MIN_LATENCY_S = 1e-7
@@ -123,8 +123,6 @@ def _line(calls: Sequence[Call], backend: str) -> tuple[float, float]:
 
 def fit_error(cluster: ClusterSpec, measured: Measured) -> dict[str, float]:
     """Primitive → median of |forecast − measured| / measured of its calls: how well a line explains them."""
-    from meshwright.cost.network import flat_s
-
     errors: dict[str, list[float]] = {}
     for call in measured.calls:
         link = cluster.intra_link if call.link == "intra" else cluster.inter_link
