@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 import pytest
 import uvicorn
 
-from meshwright.serve.app import Service, make_app
+from meshwright.serve.app import Service, make_app, make_service
 from meshwright.serve.engine import Engine
-from meshwright.serve.grammar import Grammars
-from meshwright.serve.loop import EngineFailure, EngineLoop
-from meshwright.serve.metrics import Metrics
+from meshwright.serve.loop import EngineFailure
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.template import ChatTemplate
 from tests.models.tiny import SPECS, random_model
 from tests.serve.test_text import byte_level
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-END = 60
 
 
 @dataclass
@@ -31,6 +28,7 @@ class Running:
 
     url: str
     engine: Engine
+    service: Service
     server: uvicorn.Server
     thread: threading.Thread
     failures: list[EngineFailure] = field(default_factory=list)
@@ -50,25 +48,18 @@ def tiny_engine(**change: object) -> Engine:
     return Engine(random_model(spec), options=options, tokenizer=tokenizer, end_tokens=(end,))
 
 
+def tiny_service(
+    failures: list[EngineFailure], api_key: str | None = None, template: str | None = TEMPLATE, **change: object
+) -> Service:
+    """Around :func:`tiny_engine`."""
+    chat = None if template is None else ChatTemplate(template, {"bos_token": "<s>"})
+    return make_service(tiny_engine(**change), "tiny", chat, api_key, failures.append)
+
+
 def start(api_key: str | None = None, template: str | None = TEMPLATE, **change: object) -> Running:
     """Serve :func:`tiny_engine`."""
-    engine = tiny_engine(**change)
     failures: list[EngineFailure] = []
-    metrics = Metrics(engine.scheduler, "tiny")
-
-    def watch(events, num_tokens):
-        metrics.step(num_tokens)
-        for event in events:
-            if event.token is not None:
-                metrics.token(event.sequence)
-            if event.finish is not None:
-                metrics.end(event.sequence)
-
-    loop = EngineLoop(engine, watch, failures.append)
-    chat = None if template is None else ChatTemplate(template, {"bos_token": "<s>"})
-    service = Service(
-        loop, metrics, "tiny", chat, Grammars(engine.tokenizer, engine.spec.vocab_size, engine.end_tokens), api_key
-    )
+    service = tiny_service(failures, api_key, template, **change)
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="error", timeout_graceful_shutdown=20))
@@ -77,7 +68,7 @@ def start(api_key: str | None = None, template: str | None = TEMPLATE, **change:
     while not server.started:
         assert thread.is_alive()
         threading.Event().wait(0.01)
-    return Running(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server, thread, failures)
+    return Running(f"http://127.0.0.1:{bound.getsockname()[1]}", service.loop.engine, service, server, thread, failures)
 
 
 @pytest.fixture

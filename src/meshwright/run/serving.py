@@ -7,10 +7,10 @@ requests get an error at once, `/health` turns red, and the server ends with one
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,12 +21,10 @@ from meshwright.core.axes import WORLD
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.units import counted
-from meshwright.run.served import Served, open_model
-from meshwright.serve.app import Service, make_app
-from meshwright.serve.engine import Engine, Event
-from meshwright.serve.grammar import Grammars
-from meshwright.serve.loop import EngineFailure, EngineLoop
-from meshwright.serve.metrics import Metrics
+from meshwright.run.served import open_model
+from meshwright.serve.app import Service, make_app, make_service
+from meshwright.serve.engine import Engine
+from meshwright.serve.loop import EngineFailure
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.template import ChatTemplate
 
@@ -78,29 +76,12 @@ def serve(path: Path, plan: Plan | None, options: ServeOptions, address: Address
         engine.follow()
         return
     model_name = name or path.resolve().name
-    service, failures = _service(served, engine, model_name, address.api_key)
+    template = None if served.template is None else ChatTemplate(served.template, served.special)
+    failures: list[EngineFailure] = []
+    service = make_service(engine, model_name, template, address.api_key, failures.append)
     _run(service, bound, _greeting(engine, model_name, bound))
     if failures:
         raise failures[0].__cause__ if isinstance(failures[0].__cause__, MeshwrightError) else failures[0]
-
-
-def _service(served: Served, engine: Engine, name: str, api_key: str | None) -> tuple[Service, list[EngineFailure]]:
-    """What the routes need, and a list that a failure of the engine is written to."""
-    metrics, failures = Metrics(engine.scheduler, name), []
-
-    def watch(events: Ordered[Event], num_tokens: int) -> None:
-        if num_tokens:
-            metrics.step(num_tokens)
-        for event in events:
-            if event.token is not None:
-                metrics.token(event.sequence)
-            if event.finish is not None:
-                metrics.end(event.sequence)
-
-    loop = EngineLoop(engine, watch, failures.append)
-    template = None if served.template is None else ChatTemplate(served.template, served.special)
-    grammars = Grammars(served.tokenizer, served.spec.vocab_size, engine.end_tokens)
-    return Service(loop, metrics, name, template, grammars, api_key), failures
 
 
 def _greeting(engine: Engine, name: str, bound: socket.socket) -> str:
@@ -117,6 +98,7 @@ def _run(service: Service, bound: socket.socket, greeting: str) -> None:
     config = uvicorn.Config(
         make_app(service), log_level="error", access_log=False, timeout_graceful_shutdown=DRAIN_S, ws="none"
     )
+    logging.getLogger("uvicorn.error").addFilter(_WithoutCancellations())
     server = _Server(config, patience_s=RED_S if service.loop.engine.mesh[WORLD].size > 1 else 0.0)
     # the server's own handlers end it in order, and then raise the signal again: SIGTERM was obeyed by then
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -131,6 +113,14 @@ def _run(service: Service, bound: socket.socket, greeting: str) -> None:
         asyncio.run(run())
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class _WithoutCancellations(logging.Filter):
+    """Answers that a second Ctrl-C or the end of the drain cuts off are no errors, and need no traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.exc_info[0] if record.exc_info else None
+        return kind is not asyncio.CancelledError and "CancelledError" not in record.getMessage()
 
 
 class _Server(uvicorn.Server):

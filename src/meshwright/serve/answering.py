@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Any
 
+from meshwright.core.errors import InputError
 from meshwright.serve import api
 from meshwright.serve.api import Json
 from meshwright.serve.engine import Answer, Event
@@ -74,7 +75,12 @@ class Answering:
             self._tickets.append(loop.submit(prompt, talk.params, body.priority, body.timeout, matchers))
 
     async def whole(self) -> Json:
-        """The answer at once. Raises EngineFailure."""
+        """The answer at once.
+
+        Raises:
+            EngineFailure: the engine has failed, or the model's output is not finite.
+            InputError: a schema that no text can match to its end.
+        """
         talk = self._talk
         async for _, _ in self._events():
             pass
@@ -99,6 +105,9 @@ class Answering:
         except EngineFailure as failure:
             yield _sent(api.error_body(str(failure), "server_error", 503))
             return
+        except InputError as error:
+            yield _sent(api.error_body(str(error), "invalid_request_error", 400))
+            return
         yield "data: [DONE]\n\n"
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
@@ -114,7 +123,7 @@ class Answering:
                 if isinstance(event, EngineFailure):
                     raise event
                 if event.finish == "error":
-                    raise EngineFailure("the model's output is not finite: its weights are spoilt")
+                    raise _fault(event)
                 index = places[id(ticket)] * per_prompt + ticket.index(event.sequence)
                 self._answers.setdefault(index, Answer(event.sequence.prompt)).add(event)
                 waiting -= event.finish is not None
@@ -122,8 +131,12 @@ class Answering:
         finally:
             for pump in pumps:
                 pump.cancel()
-            for ticket in self._tickets:
-                self._loop.cancel(ticket)
+            self.close()
+
+    def close(self) -> None:
+        """Nobody reads the rest of the answer."""
+        for ticket in self._tickets:
+            self._loop.cancel(ticket)
 
     # --- shapes --------------------------------------------------------------------------------------------
 
@@ -189,6 +202,14 @@ class Answering:
     def _chunk(self, choice: Json) -> str:
         usage = {"usage": None} if self._talk.body.wants_usage else {}
         return _sent({**self._talk.envelope([choice], chunk=True), **usage})
+
+
+def _fault(event: Event) -> EngineFailure | InputError:
+    """Why an answer cannot go on."""
+    matcher = event.sequence.matcher
+    if matcher is not None and matcher.fault is not None:
+        return InputError(matcher.fault)
+    return EngineFailure("the model's output is not finite: its weights are spoilt")
 
 
 def _finish(event: Event) -> str | None:

@@ -6,10 +6,11 @@ A field that changes the answer and is not there is refused; those that change n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.core.errors import InputError
 from meshwright.core.values import first_error
@@ -19,20 +20,30 @@ from meshwright.serve.sampler import Logprobs
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=BaseModel)
 CHAT, TEXT = "chat.completion", "text_completion"
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-class StreamOptions(BaseModel):
+class _Body(BaseModel):
+    """What a client sends. A field that is null is a field that is not there."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(_Body):
     """How a stream is sent."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class _Common(BaseModel):
+class _Common(_Body):
     """Fields of both kinds of request."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -112,18 +123,16 @@ class CompletionBody(_Common):
         return list(given)  # type: ignore[arg-type]
 
 
-class TextPart(BaseModel):
+class TextPart(_Body):
     """A part of a message."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(_Body):
     """One message of a conversation."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -143,28 +152,28 @@ class ChatBody(_Common):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
 
     def params(self) -> SamplingParams:
         """Raises InputError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InputError("top_logprobs: it needs logprobs=true")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._params(max_tokens=self.max_completion_tokens or self.max_tokens, logprobs=logprobs)
+        newer, older = self.max_completion_tokens, self.max_tokens
+        return self._params(max_tokens=older if newer is None else newer, logprobs=logprobs)
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(_Body):
     """POST /tokenize."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(_Body):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
     tokens: list[int]
 
@@ -190,10 +199,10 @@ def _no_constant(name: str) -> float:
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise InputError(f"logit_bias: its keys are token ids, got {list(given)[:3]}") from None
+    wrong = next((key for key in given if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise InputError(f"logit_bias: its keys are token ids, got {wrong[:40]!a}")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def grammar_of(response_format: Json | None) -> str | None:

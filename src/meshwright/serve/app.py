@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence as Ordered
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -20,10 +21,13 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from meshwright.core.errors import InputError
 from meshwright.serve import api
 from meshwright.serve.answering import Answering, Conversation
+from meshwright.serve.engine import Engine, Event
 from meshwright.serve.grammar import Grammars
 from meshwright.serve.loop import EngineFailure, EngineLoop
 from meshwright.serve.metrics import Metrics
@@ -33,6 +37,8 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 30.0
 """How long a client may take to send a body."""
+GONE = 499
+"""Status of an answer that nobody reads."""
 
 
 class Refusal(Exception):
@@ -66,9 +72,33 @@ class Service:
         """Refuse who has not the key."""
         if self.api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
+        if scheme.lower() != "bearer" or not is_right:
             raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
+
+
+def make_service(
+    engine: Engine,
+    model_name: str,
+    template: ChatTemplate | None,
+    api_key: str | None = None,
+    on_failure: Callable[[EngineFailure], None] = lambda failure: None,
+) -> Service:
+    """What the routes need, around an engine; `on_failure` is called where the engine fails."""
+    metrics = Metrics(engine.scheduler, model_name)
+
+    def watch(events: Ordered[Event], num_tokens: int) -> None:
+        if num_tokens:
+            metrics.step(num_tokens)
+        for event in events:
+            if event.token is not None:
+                metrics.token(event.sequence)
+            if event.finish is not None:
+                metrics.end(event.sequence)
+
+    grammars = Grammars(engine.tokenizer, engine.spec.vocab_size, engine.end_tokens)
+    return Service(EngineLoop(engine, watch, on_failure), metrics, model_name, template, grammars, api_key)
 
 
 class Json(Response):
@@ -95,6 +125,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(InputError, _bad_input)
     app.add_exception_handler(EngineFailure, _failed)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _nobody_reads)
     app.add_exception_handler(Exception, _unexpected)
     _add_information(app, service)
     _add_answers(app, service)
@@ -117,7 +148,12 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Json(api.error_body(str(error.detail), "invalid_request_error", error.status_code), error.status_code)
+    body = api.error_body(str(error.detail), "invalid_request_error", error.status_code)
+    return Json(body, error.status_code, error.headers)
+
+
+async def _nobody_reads(_: Request, __: Exception) -> Response:
+    return Response(status_code=GONE)
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:
@@ -130,7 +166,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     card = {"id": service.model_name, "object": "model", "created": started_s, "owned_by": "meshwright",
             "max_model_len": engine.max_length}  # fmt: skip
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         failure = service.loop.failure
         if failure is not None:
@@ -165,9 +201,9 @@ def _add_information(app: FastAPI, service: Service) -> None:
         service.check_key(request)
         body = api.parse(api.DetokenizeBody, await read_body(request))
         service.check_model(body.model)
-        return Json({"prompt": engine.decode(body.tokens)})
+        return Json({"prompt": await asyncio.to_thread(engine.decode, body.tokens)})
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:
         return HTMLResponse((resources.files("meshwright.serve") / "page.html").read_text(encoding="utf-8"))
 
@@ -195,25 +231,40 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         params = body.params()
         if service.template is None:
             raise InputError("this model has no chat template: ask /v1/completions")
-        text = service.template.render([message.for_template() for message in body.messages])
+        messages = [message.for_template() for message in body.messages]
+        text = await asyncio.to_thread(service.template.render, messages)
         prompt = await asyncio.to_thread(engine.encode, text, False)
         return await _answer(request, service, Conversation(body, params, [prompt], service.model_name, api.CHAT))
 
 
 async def _answer(request: Request, service: Service, talk: Conversation) -> Response:
     count = talk.params.n * len(talk.prompts)
-    matchers = service.grammars.matchers(talk.params.grammar)
+    matchers = await asyncio.to_thread(service.grammars.matchers, talk.params.grammar)
     try:
         service.loop.check_room(count)
     except InputError as error:
         raise Refusal(429, str(error), "rate_limit_error", "queue_full") from None
     answering = Answering(service.loop, talk, matchers)
     if talk.body.stream:
-        return StreamingResponse(answering.stream(), media_type="text/event-stream")
+        return _Stream(answering)
     whole = await unless_gone(request, answering.whole())
     if whole is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=GONE)
     return Json(whole)
+
+
+class _Stream(StreamingResponse):
+    """An answer as a stream; its request ends with it, even where the client left before the first piece."""
+
+    def __init__(self, answering: Answering) -> None:
+        super().__init__(answering.stream(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answering.close()
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
@@ -238,14 +289,22 @@ async def _gone(receive: Callable[[], Awaitable[dict[str, object]]]) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """A body of bounded size, in bounded time. Raises Refusal."""
-    parts: list[bytes] = []
+    """A body of bounded size, in bounded time.
+
+    Raises:
+        Refusal: it is too large, or comes too slowly.
+        ClientDisconnect: the client left before its end.
+    """
+    too_large = Refusal(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="body_too_large")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                parts.append(part)
-                if sum(map(len, parts)) > MAX_BODY_BYTES:
-                    raise Refusal(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="body_too_large")
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
     except TimeoutError:
         raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
-    return b"".join(parts)
+    return bytes(body)

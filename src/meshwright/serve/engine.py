@@ -167,7 +167,9 @@ class Engine:
             raise InputError("this model has no tokenizer: give prompts as token ids")
         if any(0xD800 <= ord(character) < 0xE000 for character in text):
             raise InputError("the prompt is not valid UTF-8 text: it holds a lone surrogate")
-        return list(self.tokenizer.encode(text, add_special_tokens=special and self._special_tokens).ids)
+        special = special and self._special_tokens
+        # a batch lets other threads run meanwhile, a single text does not: a long prompt would stop all streams
+        return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
     def decode(self, tokens: Ordered[int], special: bool = False) -> str:
         """Text of token ids, with special ones or without. Raises InputError where there is none."""
@@ -175,17 +177,12 @@ class Engine:
             raise InputError("this model has no tokenizer: token ids are all there is")
         if (wrong := next((t for t in tokens if not 0 <= t < self.spec.vocab_size), None)) is not None:
             raise InputError(f"token {wrong} is none of the model's: ids go from 0 to {self.spec.vocab_size - 1}")
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
+        return str(self.tokenizer.decode_batch([list(tokens)], skip_special_tokens=not special)[0])
 
     def check(self, prompt: Ordered[int], params: SamplingParams) -> None:
         """Raises InputError where a request could never be answered."""
         if not prompt:
             raise InputError("the prompt is empty: give at least one token")
-        vocab = self.spec.vocab_size
-        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        for where, tokens in named.items():
-            if (wrong := next((t for t in tokens if not 0 <= t < vocab), None)) is not None:
-                raise InputError(f"{where}: token {wrong} is none of the model's: ids go from 0 to {vocab - 1}")
         needed = len(prompt) + (1 if params.max_tokens != 0 else 0)
         if needed > self.max_length:
             why = "the model's context" if self.max_length == self.context else "the whole key/value cache"
@@ -193,6 +190,11 @@ class Engine:
                 f"the prompt has {counted(len(prompt), 'token')}, but {why} is {self.max_length} tokens, answer "
                 "included; shorten the prompt"
             )
+        vocab = self.spec.vocab_size
+        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        for where, tokens in named.items():
+            if (wrong := next((t for t in tokens if not 0 <= t < vocab), None)) is not None:
+                raise InputError(f"{where}: token {wrong} is none of the model's: ids go from 0 to {vocab - 1}")
 
     def submit(
         self,
@@ -219,6 +221,18 @@ class Engine:
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.check(tokens, params)
         self.scheduler.check_room(params.n)
+        return self.enqueue(tokens, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
+
+    def enqueue(
+        self,
+        tokens: Ordered[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        matchers: Callable[[], object] | None = None,
+    ) -> list[Sequence]:
+        """As :meth:`submit`, for a request that was checked, whatever the queue's length."""
         now = self.scheduler.clock()
         order = now + priority * self.options.priority_s
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
@@ -288,9 +302,11 @@ class Engine:
         if choice.token is None:
             return Event(sequence, self._end(sequence, "error"), finish="error")
         token = choice.token
-        self.scheduler.append(sequence, token)
         if sequence.matcher is not None:
             sequence.matcher.accept(token)
+            if sequence.matcher.fault is not None:
+                return Event(sequence, self._end(sequence, "error"), finish="error")
+        self.scheduler.append(sequence, token)
         if self._is_end(sequence, token):
             text, finish = self._end(sequence, "stop"), "stop"
         else:

@@ -23,12 +23,20 @@ class Matcher:
     """Follows one answer through its grammar."""
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
-        self._matcher = LLMatcher(tokenizer, grammar)
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more may come."""
         return bool(self._matcher.is_stopped())
+
+    @property
+    def fault(self) -> str | None:
+        """Why no text can match any more: a schema without an end, or too complex to follow."""
+        if not self._matcher.is_error():
+            return None
+        said = _line(str(self._matcher.get_error()).partition("<state>")[0])
+        return f"response_format: {said or 'no text matches this schema'}"
 
     def mask(self, logits: torch.Tensor) -> None:
         """Logits [V] of tokens that may not come next become −inf, in place."""
@@ -73,6 +81,10 @@ class Grammars:
             raise InputError(f"response_format: {_line(error)}") from None
         if fault := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InputError(f"response_format: {_line(fault)}")
+        first = Matcher(tokenizer, grammar)
+        first.mask(torch.zeros(self._vocab_size))
+        if first.fault is not None:
+            raise InputError(first.fault)
         return lambda: Matcher(tokenizer, grammar)
 
     def _made(self) -> LLTokenizer:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.units import counted
 from meshwright.serve.engine import Engine, Event
 from meshwright.serve.request import SamplingParams, Sequence
 
@@ -31,6 +32,8 @@ class EngineFailure(MeshwrightError):
 class Ticket:
     """One request of a client: its sequences' events come through `events`."""
 
+    num_open: int
+    """Sequences that have not ended."""
     events: asyncio.Queue[Event | EngineFailure] = field(default_factory=asyncio.Queue)
     sequences: list[Sequence] = field(default_factory=list)
     is_cancelled: bool = False
@@ -45,7 +48,8 @@ class EngineLoop:
 
     Args:
         engine: of this process; of several ranks, rank 0's.
-        watch: called in the engine's thread after each step, with its events and how many tokens it computed.
+        watch: called in the engine's thread after each step, with its events and how many tokens it computed; and
+            for sequences that nobody wants any more.
         on_failure: called on the event loop when the engine has failed.
     """
 
@@ -61,7 +65,8 @@ class EngineLoop:
         self._on_failure = on_failure
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: dict[Sequence, Ticket] = {}
-        self._new: set[Ticket] = set()
+        self._open: set[Ticket] = set()
+        """Of clients that wait; the event loop's."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -92,13 +97,13 @@ class EngineLoop:
         if self.failure is not None:
             raise self.failure
         self.engine.check(prompt, params)
-        ticket = Ticket()
-        self._new.add(ticket)
+        ticket = Ticket(params.n)
+        self._open.add(ticket)
 
         def command() -> None:
             if ticket.is_cancelled:
                 return
-            made = self.engine.submit(prompt, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
+            made = self.engine.enqueue(prompt, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
             ticket.sequences = made
             self._tickets.update(dict.fromkeys(made, ticket))
 
@@ -107,18 +112,26 @@ class EngineLoop:
 
     def check_room(self, count: int) -> None:
         """Raises InputError where so many more sequences would make the queue too long."""
-        waiting, most = len(self.engine.scheduler.waiting) + len(self._new), self.engine.options.max_waiting
+        most, num_open = self.engine.options.max_waiting, sum(ticket.num_open for ticket in self._open)
+        waiting = max(0, num_open - len(self.engine.scheduler.running))
         if waiting + count > most:
-            raise InputError(f"{waiting} requests wait already and {most} may; try again later")
+            raise InputError(
+                f"{counted(waiting, 'sequence waits', 'sequences wait')} already, and {most} may: there is no room for "
+                f"{count} more; try again later"
+            )
 
     def cancel(self, ticket: Ticket) -> None:
         """The client is gone, or has all that it wants."""
+        if ticket.is_cancelled:
+            return
         ticket.is_cancelled = True
-        self._new.discard(ticket)
+        self._open.discard(ticket)
 
         def command() -> None:
             for sequence in ticket.sequences:
-                self.engine.cancel(sequence)
+                if sequence.finish is None:
+                    self.engine.cancel(sequence)
+                    self._watch([Event(sequence, finish="abort")], 0)
                 self._tickets.pop(sequence, None)
 
         self._commands.put(command)
@@ -162,15 +175,16 @@ class EngineLoop:
 
     def _deliver(self, pairs: Ordered[tuple[Ticket, Event]]) -> None:
         for ticket, event in pairs:
-            self._new.discard(ticket)
+            ticket.num_open -= event.finish is not None
+            if not ticket.num_open:
+                self._open.discard(ticket)
             ticket.events.put_nowait(event)
 
     def _fail(self, failure: EngineFailure) -> None:
         self.failure = failure
-        open_tickets = {*self._tickets.values(), *self._new}
 
         def tell() -> None:
-            for ticket in {*open_tickets, *self._new}:
+            for ticket in self._open:
                 ticket.events.put_nowait(failure)
             self._on_failure(failure)
 

@@ -70,7 +70,7 @@ class Metrics:
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended; it is forgotten."""
         first, last = self._first.pop(sequence, None), self._last.pop(sequence, None)
-        if first is None or last is None:
+        if first is None or last is None or sequence.finish == "abort":
             return
         self._times["e2e_request_latency_seconds"].observe(last - sequence.arrived_s)
         self._times["request_decode_time_seconds"].observe(last - first)

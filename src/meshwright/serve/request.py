@@ -23,6 +23,7 @@ MAX_TOKENS = 2**31
 MAX_SEED = 2**63
 MAX_BIASES = 1024
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
 MAX_N = 128
 MAX_LOGPROBS = 20
 
@@ -80,6 +81,8 @@ class SamplingParams(Value):
     def _stops(cls, stops: tuple[str, ...]) -> tuple[str, ...]:
         if "" in stops:
             raise ValueError("an empty stop string would end every answer before its first token; leave it out")
+        if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
+            raise ValueError(f"a stop string of {longest:,} characters; it has {MAX_STOP_LENGTH:,} at most")
         return stops
 
     @model_validator(mode="after")

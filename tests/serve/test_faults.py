@@ -1,0 +1,181 @@
+"""What users of other servers met: clients that leave at bad moments, queues that race, schemas without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.serve.app import make_app
+from meshwright.serve.request import SamplingParams
+from tests.serve.conftest import Running, tiny_engine, tiny_service
+from tests.serve.test_server import GOOD, post, schema_form, settles
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+ENDLESS = {
+    "$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"],
+                    "additionalProperties": False}},
+    "$ref": "#/$defs/n",
+}  # fmt: skip
+
+
+def test_no_tokens_are_no_tokens_under_either_name(served: Running):
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = post(served, "/v1/chat/completions", {"messages": MESSAGES, name: 0}).json()
+        assert (answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]) == ("", 0)
+
+
+def test_null_is_as_good_as_nothing(served: Running):
+    body = {**GOOD, "tools": None, "seed": None, "min_tokens": None, "echo": None, "ignore_eos": None, "stop": None}
+    assert post(served, "/v1/completions", body).status_code == 200
+    message = {"role": "assistant", "content": None, "tool_calls": None, "audio": None}
+    body = {"messages": [message], "max_tokens": 1, "functions": None, "tool_choice": None}
+    assert post(served, "/v1/chat/completions", body).status_code == 200
+    assert post(served, "/v1/completions", {**GOOD, "prompt": None}).status_code == 400
+
+
+def test_a_schema_without_an_end_fails_its_own_request(served: Running):
+    body = {**GOOD, "max_tokens": 50, "response_format": schema_form(ENDLESS)}
+    answer = post(served, "/v1/completions", body)
+    assert answer.status_code == 400
+    assert "response_format: parser error: Too many items" in answer.json()["error"]["message"]
+    last = [line for line in post(served, "/v1/completions", {**body, "stream": True}).text.split("\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+    assert post(served, "/v1/completions", GOOD).status_code == 200
+    assert settles(served)
+
+
+def test_methods(served: Running):
+    for path in ("/", "/health"):
+        answer = httpx.head(f"{served.url}{path}")
+        assert (answer.status_code, answer.content) == (200, b"")
+    for method, path in (("GET", "/v1/completions"), ("OPTIONS", "/v1/completions"), ("PUT", "/health")):
+        answer = httpx.request(method, f"{served.url}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (405, 405)
+        assert answer.headers["allow"]
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for(served: Running):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n{")
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_keys_are_compared_as_bytes(run_server):
+    served = run_server(api_key="schlüssel")
+    for given, status in (("Bearer schlüssel", 200), ("bearer schlüssel", 200), ("schlüssel", 401), ("Bearer x", 401)):
+        answer = post(served, "/v1/completions", GOOD, headers={"authorization": given.encode()})
+        assert answer.status_code == status, given
+
+
+def test_long_texts_become_tokens_without_stopping_other_threads():
+    engine, ended, gaps = tiny_engine(), threading.Event(), [0.0]
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not ended.wait(0.001):
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.perf_counter()
+    tokens = engine.encode("x y " * 60_000)
+    took_s = time.perf_counter() - began
+    ended.set()
+    thread.join()
+    assert len(tokens) == 240_000
+    assert max(gaps) < took_s / 2
+
+
+# --- the loop, held still ------------------------------------------------------------------------------------
+
+
+def test_the_queue_has_room_for_what_it_says(run_server):
+    """Requests that the engine has not looked at yet count, each of their answers once."""
+    served = run_server(max_waiting=3, max_running=1)
+    loop, params, free = served.service.loop, SamplingParams(max_tokens=2, n=2), threading.Event()
+    loop._commands.put(lambda: bool(free.wait(20)))
+    seen: list[str] = []
+
+    async def fill() -> None:
+        loop.submit([5], params)
+        loop.check_room(1)
+        with pytest.raises(InputError, match="2 sequences wait already, and 3 may: there is no room for 2 more"):
+            loop.check_room(2)
+        ticket = loop.submit([5], SamplingParams(max_tokens=2))
+        with pytest.raises(InputError, match="3 sequences wait"):
+            loop.check_room(1)
+        loop.cancel(ticket)
+        loop.check_room(1)
+        seen.append("all")
+
+    asyncio.run_coroutine_threadsafe(fill(), loop._loop).result(20)
+    free.set()
+    assert seen
+    assert settles(served)
+    assert post(served, "/v1/completions", {**GOOD, "n": 3}).status_code == 200
+    assert not served.failures
+
+
+def call(served_app: Any, body: bytes, receive: Any, send: Any) -> Any:
+    """One request, at the application itself."""
+    headers = [(b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "headers": headers,
+             "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+             "scheme": "http", "http_version": "1.1", "client": ("x", 1), "server": ("x", 1)}  # fmt: skip
+    return served_app(scope, receive, send)
+
+
+def test_a_client_that_leaves_before_its_body_ends_is_no_error():
+    service = tiny_service([])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(_: dict[str, Any]) -> None:
+        pass
+
+    asyncio.run(call(make_app(service), b"{}", receive, send))
+
+
+def test_a_client_that_leaves_before_the_first_piece_takes_its_request_with_it():
+    service = tiny_service([])
+    engine = service.loop.engine
+    body = json.dumps({"prompt": "ab", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    parts = iter([{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}])
+
+    async def receive() -> dict[str, Any]:
+        return next(parts)
+
+    async def send(_: dict[str, Any]) -> None:
+        await asyncio.sleep(30)
+
+    async def run() -> None:
+        service.loop.start()
+        await asyncio.wait_for(call(make_app(service), body, receive, send), 10)
+        await service.loop.stop()
+
+    asyncio.run(run())
+    assert engine.is_idle
+    assert not service.loop._open
+
+
+def test_requests_that_were_left_are_forgotten(served: Running):
+    """By the metrics, the loop and the engine: nothing grows by them."""
+    body = {**GOOD, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
+        next(answer.iter_lines())
+    assert settles(served)
+    time.sleep(0.1)
+    loop, metrics = served.service.loop, served.service.metrics
+    held = (metrics._first, metrics._last, loop._open, loop._tickets, served.engine._outputs)
+    assert [len(one) for one in held] == [0] * len(held)
