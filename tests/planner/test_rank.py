@@ -206,7 +206,7 @@ def test_fixed_micro_batches_do_not_hide_what_would_help(llama_70b, cluster):
 
 
 def test_planning_for_a_thousand_devices_simulates_little_and_places_each_stage_once(llama_70b, cluster, monkeypatch):
-    from meshwright.planner import price
+    from meshwright.planner import parts, price
 
     counts = {"simulate": 0, "step_traffic": 0, "forecast": 0}
 
@@ -220,7 +220,7 @@ def test_planning_for_a_thousand_devices_simulates_little_and_places_each_stage_
         monkeypatch.setattr(target, name, counted)
 
     count("simulate", price)
-    count("step_traffic", price)
+    count("step_traffic", parts)
     count("forecast", price.Pricer)
     result = plan(llama_70b, cluster(128, 8), Job(seq_length=8192, global_batch_size=1024))
     assert result.forecast.fits

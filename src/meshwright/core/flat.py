@@ -14,7 +14,7 @@ Where ZeRO leaves only a shard of a bucket on a rank, the whole bucket exists in
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.axes import PP_MIRROR
 from meshwright.core.model import ModelSpec
@@ -130,6 +130,11 @@ def held_buckets(held: Iterable[Placement], strategy: Strategy) -> tuple[Bucket,
     return make_buckets(held, strategy.data_ranks, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
 
 
+def padded(buckets: Iterable[Bucket], dp: int) -> tuple[Bucket, ...]:
+    """The same buckets for another number of ranks that divide them."""
+    return tuple(replace(bucket, numel=-(-bucket.slots[-1].stop // dp) * dp) for bucket in buckets)
+
+
 def _kind_of(placement: Placement) -> _Kind:
     return placement.is_spread, placement.sum_over
 
@@ -141,8 +146,11 @@ def _kinds(held: Iterable[Placement]) -> list[_Kind]:
 
 def _block_buckets(backward: Sequence[Placement], dp: int) -> Iterator[Bucket]:
     """Tiles before the rest of their layer, whose gradients are complete last."""
-    for block in sorted(dict.fromkeys(map(block_of, backward)), key=_order_of(backward).__getitem__):
-        members = [p for p in backward if block_of(p) == block]
+    by_block: dict[str, list[Placement]] = {}
+    for placement in backward:
+        by_block.setdefault(block_of(placement), []).append(placement)
+    for block in sorted(by_block, key=_order_of(backward).__getitem__):
+        members = by_block[block]
         for kind in _kinds(members):
             yield _close([p for p in members if _kind_of(p) == kind], dp, kind, block)
 

@@ -175,6 +175,11 @@ class ModelSpec(Value):
         """Whether a layer has experts."""
         return self.num_experts > 0 and layer not in (self.dense_layers or ())
 
+    def count_layers(self, layers: range, is_sparse: bool) -> int:
+        """Of these layers, those with experts, or those without."""
+        dense = sum(layer in layers for layer in self.dense_layers or ()) if self.num_experts else len(layers)
+        return len(layers) - dense if is_sparse else dense
+
     @property
     def num_sparse_layers(self) -> int:
         return self.num_layers - len(self.dense_layers or ()) if self.num_experts else 0

@@ -121,10 +121,8 @@ def param_box(spec: ModelSpec, param: ParamSpec, grid: Grid, index: int) -> Box:
     return Box(tuple(offset for offset, _ in ranges), tuple(size for _, size in ranges))
 
 
-def _is_used(spec: ModelSpec, param: ParamSpec, layers: range, ends: tuple[bool, bool]) -> bool:
-    """Whether a stage that runs `layers`, and is the (first, last) of its direction, uses `param`."""
-    if param.layer is not None:
-        return param.layer in layers
+def _is_used(spec: ModelSpec, param: ParamSpec, ends: tuple[bool, bool]) -> bool:
+    """Whether a stage that is the (first, last) of its direction uses a `param` outside of the layers."""
     first, last = ends
     if param.name == "embedding.weight" and spec.tied_embeddings:
         return first or last
@@ -174,28 +172,56 @@ def placements(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> tu
     """
     layers = strategy.stage_layers(spec.num_layers)
     own = strategy.rank_stages(at[PP])
-    is_mirrored = strategy.pipeline_schedule.num_directions > 1
     ends = {stage: strategy.stage_ends(stage) for stage in own}
-    used = (
-        (param, tuple(stage for stage in own if _is_used(spec, param, layers[stage], ends[stage])))
-        for param in spec.parameters()
-    )
-    return tuple(
-        Placement(
-            name=param.name,
-            shape=param.shape,
-            box=box,
-            part=param.part,
-            layer=param.layer,
-            sum_over=_partial_axes(spec, param, strategy, is_mirrored),
-            owned=_is_owned(spec, param, strategy, at, is_mirrored),
-            tile=tile,
-            stages=stages,
-            is_spread=is_spread(param, strategy),
-        )
-        for param, stages in used
-        if stages
-        for tile, box in _tiles(param, _own_box(spec, param, strategy, at), strategy.tile)
+    of_layer = {layer: (stage,) for stage in own for layer in layers[stage]}
+    known: dict[tuple[object, ...], _Held] = {}
+    found: list[Placement] = []
+    for param in spec.parameters():
+        if param.layer is None:
+            stages = tuple(stage for stage in own if _is_used(spec, param, ends[stage]))
+        else:
+            stages = of_layer.get(param.layer, ())
+        if not stages:
+            continue
+        kind = param.shape, param.dims, param.layer is None and param.name
+        held = known.get(kind)
+        if held is None:
+            held = known[kind] = _held(spec, param, strategy, at)
+        for tile, box in held.tiles:
+            found.append(
+                Placement(
+                    name=param.name,
+                    shape=param.shape,
+                    box=box,
+                    part=param.part,
+                    layer=param.layer,
+                    sum_over=held.sum_over,
+                    owned=held.owned,
+                    tile=tile,
+                    stages=stages,
+                    is_spread=held.is_spread,
+                )
+            )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is the same of a parameter in every layer."""
+
+    tiles: tuple[tuple[int | None, Box], ...]
+    sum_over: tuple[str, ...]
+    owned: bool
+    is_spread: bool
+
+
+def _held(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int]) -> _Held:
+    is_mirrored = strategy.pipeline_schedule.num_directions > 1
+    return _Held(
+        tiles=tuple(_tiles(param, _own_box(spec, param, strategy, at), strategy.tile)),
+        sum_over=_partial_axes(spec, param, strategy, is_mirrored),
+        owned=_is_owned(spec, param, strategy, at, is_mirrored),
+        is_spread=is_spread(param, strategy),
     )
 
 

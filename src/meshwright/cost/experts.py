@@ -20,9 +20,7 @@ def num_statistics(model: ModelSpec) -> int:
 
 def num_sparse(model: ModelSpec, strategy: Strategy, stage: int) -> int:
     """Layers of experts of a stage."""
-    if not model.num_experts:
-        return 0
-    return sum(map(model.is_sparse, strategy.stage_layers(model.num_layers)[stage]))
+    return model.count_layers(strategy.stage_layers(model.num_layers)[stage], True)
 
 
 def add_tensor_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int, hidden: int) -> None:

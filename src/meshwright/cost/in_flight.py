@@ -34,14 +34,40 @@ class Instant:
 def instants(strategy: Strategy, ranks: Iterable[int]) -> Iterator[tuple[Instant, ...]]:
     """For each of these pipeline ranks, those at which it may hold most."""
     schedule, size = strategy.pipeline_schedule, strategy.pipeline
-    is_declared = schedule.num_live is not None and size.num_chunks == 1 and not strategy.splits_backward
-    stages = strategy.stages_by_rank
+    declared, stages = is_declared(strategy), strategy.stages_by_rank
     for rank in ranks:
-        if is_declared and schedule.num_live is not None:
+        if declared and schedule.num_live is not None:
             live = (schedule.num_live(size, rank),)
             yield Instant(live, (0,), Kind.F, 0), Instant(live, (0,), Kind.B, 0)
         else:
             yield _read(schedule, size, rank, stages[rank])
+
+
+def fullest_ranks(strategy: Strategy, kinds: Sequence[int]) -> dict[int, tuple[Instant, ...]]:
+    """Of pipeline ranks of one kind each, those that may hold most, and when.
+
+    Args:
+        kinds: for each pipeline rank the first one of its kind.
+    """
+    schedule, size = strategy.pipeline_schedule, strategy.pipeline
+    if is_declared(strategy) and schedule.num_live is not None:
+        live = [schedule.num_live(size, rank) for rank in range(strategy.pp)]
+        most: dict[int, int] = {}
+        for rank, kind in enumerate(kinds):
+            if live[rank] > live[most.setdefault(kind, rank)]:
+                most[kind] = rank
+        ranks = sorted(most.values())
+        return dict(zip(ranks, instants(strategy, ranks), strict=True))
+    found: dict[tuple[int, tuple[Instant, ...]], int] = {}
+    for rank, one in enumerate(instants(strategy, range(strategy.pp))):
+        found.setdefault((kinds[rank], one), rank)
+    return {rank: one for (_, one), rank in found.items()}
+
+
+def is_declared(strategy: Strategy) -> bool:
+    """Whether the schedule says how many micro-batches a rank holds, so that no order is read."""
+    schedule = strategy.pipeline_schedule
+    return schedule.num_live is not None and strategy.stages_per_rank == 1 and not strategy.splits_backward
 
 
 @lru_cache(maxsize=4096)

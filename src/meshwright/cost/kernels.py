@@ -18,6 +18,7 @@ between products).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from meshwright.core.cluster import Device
@@ -172,9 +173,10 @@ def layers_kernels(
     none = Seconds(0.0, 0.0)
     total = LayerKernels(none, none, none)
     for is_sparse in (False, True):
-        alike = [layer for layer in layers if spec.is_sparse(layer) is is_sparse]
-        if alike:
-            total += layer_kernels(spec, job, strategy, rates, stack, alike[0]).times(len(alike))
+        count = spec.count_layers(layers, is_sparse)
+        if count:
+            one = next(layer for layer in layers if spec.is_sparse(layer) is is_sparse)
+            total += layer_kernels(spec, job, strategy, rates, stack, one).times(count)
     return total
 
 
@@ -182,10 +184,25 @@ def layer_kernels(
     spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates, stack: Stack, layer: int = 0
 ) -> LayerKernels:
     """One layer, one micro-batch, without communication."""
-    z = _shape(spec, job, strategy)
-    attention = _fused_attention(z, rates, stack) if stack.fused_attention else _unfused_attention(z, rates, stack)
-    inner = _expert_products(spec, z, strategy, rates) if spec.is_sparse(layer) else _mlp_products(z, z.ffn, rates)
-    streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, stack))
+    fusion = _Fusion(stack.fused_attention, stack.attention_share, stack.dropout)
+    return _kernels(spec, _shape(spec, job, strategy), strategy.tp, rates, fusion, spec.is_sparse(layer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusion:
+    """What a stack's kernels are, as in :class:`~meshwright.core.profile.Stack`."""
+
+    fused_attention: bool
+    attention_share: float
+    dropout: bool
+
+
+@lru_cache(maxsize=4096)
+def _kernels(spec: ModelSpec, z: _Shape, tp: int, rates: Rates, fusion: _Fusion, is_sparse: bool) -> LayerKernels:
+    """A planner asks for the same layers in every pipeline."""
+    attention = _fused_attention(z, rates, fusion) if fusion.fused_attention else _unfused_attention(z, rates, fusion)
+    inner = _expert_products(spec, z, tp, rates) if is_sparse else _mlp_products(z, z.ffn, rates)
+    streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, fusion))
     return LayerKernels(
         products=_projections(z, rates) + inner, attention=attention, streams=Seconds(streams_s, 2 * streams_s)
     )
@@ -202,49 +219,49 @@ def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
     return up + rates.product(z.tokens, z.hidden, ffn)
 
 
-def _expert_products(spec: ModelSpec, z: _Shape, strategy: Strategy, rates: Rates) -> Seconds:
+def _expert_products(spec: ModelSpec, z: _Shape, tp: int, rates: Rates) -> Seconds:
     """Each expert's rows by themselves, evenly loaded; the router; what every token passes."""
-    ffn = largest_part(spec, "ffn", spec.expert_size, strategy.tp)
+    ffn = largest_part(spec, "ffn", spec.expert_size, tp)
     rows, num = z.tokens * spec.experts_per_token / spec.num_experts, spec.num_experts
     matrices = 2 if spec.has_gated_experts else 1
     total = rates.product(rows, matrices * ffn, z.hidden, num) + rates.product(rows, z.hidden, ffn, num)
     total += rates.product(z.tokens, spec.num_experts, z.hidden)
     if spec.shared_ffn_size:
-        total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, strategy.tp), rates)
+        total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, tp), rates)
     return total
 
 
-def _fused_attention(z: _Shape, rates: Rates, stack: Stack) -> Seconds:
+def _fused_attention(z: _Shape, rates: Rates, fusion: _Fusion) -> Seconds:
     """Half the scores, as the causal mask leaves them."""
     profile = rates.profile
-    reached = stack.attention_share * profile.attention_efficiency
+    reached = fusion.attention_share * profile.attention_efficiency
     share = reached * z.s / (z.s + profile.attention_half_keys)
     flops = 2 * z.b * z.heads * z.head_dim * z.own * z.s
     forward_s = flops / (rates.flops_per_s * share)
     return Seconds(forward_s, FUSED_BACKWARD * forward_s)
 
 
-def _unfused_attention(z: _Shape, rates: Rates, stack: Stack) -> Seconds:
+def _unfused_attention(z: _Shape, rates: Rates, fusion: _Fusion) -> Seconds:
     """All scores, masked or not."""
     batch = z.b * z.heads
     products = rates.product(z.own, z.s, z.head_dim, batch) + rates.product(z.own, z.head_dim, z.s, batch)
     counted_s = rates.stream_s(2 * batch * z.own * z.s)  # scores stand among the passes
-    more = DROPOUT_PASSES * stack.dropout
+    more = DROPOUT_PASSES * fusion.dropout
     forward_s, backward_s = (
         rates.stream_s((passes + more) * batch * z.own * z.s) for passes in (SCORE_PASSES, SCORE_PASSES_BACKWARD)
     )
     return products + Seconds(forward_s - counted_s, backward_s - 2 * counted_s)
 
 
-def _stream_elements(spec: ModelSpec, z: _Shape, stack: Stack) -> float:
+def _stream_elements(spec: ModelSpec, z: _Shape, fusion: _Fusion) -> float:
     """Elements that the kernels between the products of a layer read and write, forward.
 
     Two norms (read, write), two residual sums (read both, write; with dropout a mask too), the activation (read one or
     two, write), and copies of q, k and v: rotation, or transposition for unfused attention.
     """
-    residual = 3.0 + 0.5 * stack.dropout
+    residual = 3.0 + 0.5 * fusion.dropout
     activation = 2.0 if z.num_matrices == 2 else 3.0
-    copies = 2.0 * (spec.positions == "rope") + 2.0 * (not stack.fused_attention)
+    copies = 2.0 * (spec.positions == "rope") + 2.0 * (not fusion.fused_attention)
     q_kv = (z.heads + z.kv_heads) * z.head_dim
     ffn = z.ffn if not spec.num_experts else spec.experts_per_token * z.ffn
     return z.b * z.between * 2 * (2 + residual) * z.hidden + z.tokens * (activation * ffn + copies * q_kv)

@@ -150,10 +150,45 @@ def stage_costs(
 
     Raises InputError where the cluster states no peak for the strategy's compute dtype.
     """
-    phases = _seconds_by_phase(model, strategy, cluster, sent, stack.ring_share if strategy.zero == 3 else None)
+    phases = seconds_by_phase(model, strategy, cluster, sent, stack)
+    compute = stage_compute(model, job, strategy, cluster, stage, in_layers(strategy, phases), stack)
+    reductions = sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients")
+    return joined_costs(
+        model, job, strategy, cluster, stage, compute, Sent(phases, reductions), num_parameters, moved, stack
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank's collectives take in a step."""
+
+    seconds: Mapping[str, float]
+    """By phase."""
+    num_reductions: int
+    """Calls that reduce gradients."""
+
+
+def in_layers(strategy: Strategy, phases: Mapping[str, float]) -> Collectives:
+    """Of one micro-batch."""
+    m = strategy.micro_batches_per_stage
+    return Collectives(*(phases.get(phase, 0.0) / m for phase in ("forward", "recompute", "backward")))
+
+
+def joined_costs(
+    model: ModelSpec,
+    job: Job,
+    strategy: Strategy,
+    cluster: ClusterSpec,
+    stage: int,
+    compute: Compute,
+    sent: Sent,
+    num_parameters: int,
+    moved: OffloadForecast | None,
+    stack: Stack,
+) -> StageCosts:
+    """A stage from its parts: :func:`stage_costs` for who has what it computes, and what is sent, already."""
+    phases = sent.seconds
     m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
-    in_layers = Collectives(*(phases.get(phase, 0.0) / m for phase in ("forward", "recompute", "backward")))
-    compute = stage_compute(model, job, strategy, cluster, stage, in_layers, stack)
     moves = _moves(model, job, strategy, cluster, stage, compute, phases, moved, stack)
     update_s = strategy.num_updates * stack.optimizer_passes * optimizer_s(num_parameters, job, strategy, cluster)
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
@@ -167,7 +202,7 @@ def stage_costs(
         forward=forward,
         backward=backward,
         reduction=(TimeTerm("gradients", phases.get("gradients", 0.0)),),
-        num_reductions=sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients"),
+        num_reductions=sent.num_reductions,
         num_reducing=m * per_rank if strategy.reduces_each else strategy.num_updates,
         after=_after(phases, total_s(forward), stack),
         optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s + stack.step_s),),
@@ -268,13 +303,14 @@ def _gathering(
     return gathering, TimeTerm("offloaded parameters", read_s - (hidden_s(read_s) if strategy.prefetch else 0.0))
 
 
-def _seconds_by_phase(
-    model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic, ring_share: float | None = None
+def seconds_by_phase(
+    model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic, stack: Stack = OWN
 ) -> dict[str, float]:
     """Seconds in collectives by phase; transfers between stages are priced by boundary, not here.
 
-    `ring_share`: all go in one ring each, at this share of its speed.
+    With ZeRO-3 a stack may send all in one ring each, at a share of its speed.
     """
+    ring_share = stack.ring_share if strategy.zero == 3 else None
     rows = [(key, row) for key, row in sent.rows.items() if key[1] != PP]
     over = {axis: route(axis, model, strategy, cluster) for axis in {axis for (_, axis, _), _ in rows}}
     if ring_share is not None:

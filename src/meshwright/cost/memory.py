@@ -7,7 +7,7 @@ Huang et al. 2019 and Narayanan et al. 2021 §2.2 (micro-batches in flight).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby
 
@@ -48,8 +48,16 @@ def memory(
     `buckets` are those of the rank, where the caller has them already. Each is padded to a multiple of dp. Of an
     asynchronous schedule the parameters count as often as it keeps versions of them (Narayanan et al. 2019, §3.3).
     """
-    recipe = strategy.recipe
     buckets = rank_buckets(model, strategy, at) if buckets is None else buckets
+    kept_bytes = activations_bytes(model, job, strategy, at[PP])
+    return replace(constant_memory(model, job, strategy, at, buckets), activations_bytes=kept_bytes)
+
+
+def constant_memory(
+    model: ModelSpec, job: Job, strategy: Strategy, at: Mapping[str, int], buckets: Sequence[Bucket]
+) -> MemoryBreakdown:
+    """What a rank holds all through a step: everything but activations."""
+    recipe = strategy.recipe
     whole = sum(b.numel for b in buckets)
     num_shards = {is_spread: sharding(strategy, is_spread).num_shards for is_spread in (False, True)}
     shard = sum(b.numel // num_shards[b.is_spread] for b in buckets)
@@ -66,7 +74,7 @@ def memory(
         * recipe.gradient_bytes
         * (offload.gradients == "none"),
         optimizer_bytes=held(1) * state_bytes * (offload.optimizer == "none"),
-        activations_bytes=activations_bytes(model, job, strategy, at[PP]),
+        activations_bytes=0,
         buffers_bytes=tables_bytes(model, job, strategy) + router_bytes(model, _own_layers(model, strategy, at[PP])),
         working_bytes=working_bytes(buckets, strategy) + moved.working_set_bytes,
         host_bytes=moved.tier_bytes.get("cpu", 0),
@@ -109,20 +117,30 @@ def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int)
 
 def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
     """:func:`activations_bytes` of several pipeline ranks."""
-    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
-    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
-    layers, parts, by_rank = strategy.stage_layers(model.num_layers), strategy.num_parts, strategy.stages_by_rank
     asked = list(ranks)
     for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
-        stages = [
-            _StageBytes(part, _units(model, part, strategy, layers[s]), s % parts == 0, s % parts == parts - 1)
-            for s in by_rank[rank]
-        ]
-        yield max(_held(instant, stages) for instant in fullest)
+        yield held_bytes(model, job, strategy, rank, fullest)
+
+
+def held_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int, fullest: Iterable[Instant]) -> int:
+    """Activations of a pipeline rank at the worst of these instants."""
+    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
+    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
+    layers, parts = strategy.stage_layers(model.num_layers), strategy.num_parts
+    stages = [
+        _StageBytes(part, _units(model, part, strategy, layers[s]), s % parts == 0, s % parts == parts - 1)
+        for s in strategy.rank_stages(rank)
+    ]
+    return max(_held(instant, stages) for instant in fullest)
 
 
 def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) -> tuple[tuple[_Unit, int], ...]:
     """Runs of equal units in a row, in forward order: of what is kept, and goes back, together."""
+    if not model.dense_layers and strategy.recompute_group == 1:
+        again = strategy.num_recomputed(len(layers))
+        is_sparse = (model.num_experts > 0,)
+        cut: tuple[tuple[Recompute, int], ...] = ((strategy.recompute, again), ("none", len(layers) - again))
+        return tuple((part.unit(is_sparse, how), count) for how, count in cut if count)
     groups = strategy.recompute_groups(layers)
     kinds = [tuple(map(model.is_sparse, group)) for group in groups]
     found = [(part.unit(kind, strategy.recompute), len(list(run))) for kind, run in groupby(kinds)]

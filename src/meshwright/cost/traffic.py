@@ -158,41 +158,52 @@ def _data(total: Traffic, model: ModelSpec, strategy: Strategy, buckets: Sequenc
     """Gradients once per update whatever the accumulation, unless only shards of them are kept (ZeRO-2 and 3): then
     each micro-batch's are scattered. Parameters once per step, or each time a block needs them (ZeRO-3)."""
     sizes, num_updates = group_sizes(model, strategy), strategy.num_updates
+    alike: dict[tuple[object, ...], tuple[Bucket, int]] = {}
     for bucket in buckets:
-        for _ in range(num_updates):
-            _gradients(total, sizes, strategy, bucket)
-        _parameters(total, strategy, bucket)
+        kind = bucket.numel, bucket.sum_over, bucket.is_spread, *_gathering(strategy, bucket)
+        alike[kind] = bucket, alike[kind][1] + 1 if kind in alike else 1
+    for bucket, count in alike.values():
+        _gradients(total, sizes, strategy, bucket, count * num_updates)
+        _parameters(total, strategy, bucket, count)
 
 
-def _gradients(total: Traffic, sizes: Mapping[str, int], strategy: Strategy, bucket: Bucket) -> None:
+def _gathering(strategy: Strategy, bucket: Bucket) -> tuple[int, ...]:
+    """How often a bucket's gradients are reduced and its parameters gathered, where it is not once per step."""
+    if not strategy.reduces_each:
+        return ()
+    return _num_passes(strategy, bucket), num_gathers(strategy, bucket)
+
+
+def _gradients(total: Traffic, sizes: Mapping[str, int], strategy: Strategy, bucket: Bucket, count: int) -> None:
+    """Of so many equal buckets."""
     way = sharding(strategy, bucket.is_spread)
     is_each = strategy.reduces_each
     remaining = bucket.numel * strategy.recipe.sent_gradient_bytes
     if not is_each:
-        _sum_over(total, sizes, bucket, remaining)
+        _sum_over(total, sizes, bucket, remaining, count)
     for level in way.scatter:
-        times = _num_passes(strategy, bucket) if is_each else 1
+        times = count * (_num_passes(strategy, bucket) if is_each else 1)
         total.add("reduce_scatter", level.axis, "gradients", remaining, level.size, times)
         remaining //= level.size
     for level in way.replicate:
-        total.add("all_reduce", level.axis, "gradients", remaining, level.size)
+        total.add("all_reduce", level.axis, "gradients", remaining, level.size, count)
     if is_each:
-        _sum_over(total, sizes, bucket, remaining)
+        _sum_over(total, sizes, bucket, remaining, count)
     if not way.stays_scattered:
-        _gather(total, "gradients", way.scatter, bucket.numel * strategy.recipe.sent_gradient_bytes)
+        _gather(total, "gradients", way.scatter, bucket.numel * strategy.recipe.sent_gradient_bytes, count)
 
 
-def _sum_over(total: Traffic, sizes: Mapping[str, int], bucket: Bucket, payload_bytes: int) -> None:
+def _sum_over(total: Traffic, sizes: Mapping[str, int], bucket: Bucket, payload_bytes: int, count: int) -> None:
     for axis in bucket.sum_over:
-        total.add("all_reduce", axis, "gradients", payload_bytes, sizes[axis])
+        total.add("all_reduce", axis, "gradients", payload_bytes, sizes[axis], count)
 
 
-def _parameters(total: Traffic, strategy: Strategy, bucket: Bucket) -> None:
+def _parameters(total: Traffic, strategy: Strategy, bucket: Bucket, count: int) -> None:
     way, payload_bytes = sharding(strategy, bucket.is_spread), bucket.numel * strategy.recipe.parameter_bytes
     if strategy.zero in (1, 2):
-        _gather(total, "parameters", way.scatter, payload_bytes)
+        _gather(total, "parameters", way.scatter, payload_bytes, count)
     if strategy.zero == 3:
-        _gather(total, "gather", way.scatter, payload_bytes, num_gathers(strategy, bucket))
+        _gather(total, "gather", way.scatter, payload_bytes, count * num_gathers(strategy, bucket))
 
 
 def num_gathers(strategy: Strategy, bucket: Bucket) -> int:

@@ -141,7 +141,7 @@ def _memory(winner: Forecast) -> str:
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda i: -i[1]))
     return (
         f"Rank {winner.rank} holds most: {format_bytes(winner.memory.total_bytes)} of "
-        f"{format_bytes(winner.usable_memory_bytes)} usable ({listed}){f', and {moved}' if moved else ''}."
+        f"{format_bytes(winner.room.usable_memory_bytes)} usable ({listed}){f', and {moved}' if moved else ''}."
     )
 
 

@@ -1,0 +1,265 @@
+"""What strategies of one model, cluster and job share, each computed once.
+
+    where parameters lie       tp, pp and its cut, ranks that share experts          not dp, ZeRO, batches, schedules
+    flat buckets               and dp, their sizes, whether they are cut by block
+    sent once in a step        and ZeRO, whether shards stay on a node
+    seconds of a micro-batch   where parameters lie, micro-batches, recomputation
+    bytes of a micro-batch     likewise, and when a rank is fullest, which is the schedule's
+
+Pipeline ranks of one kind (for each stage first, last, number of layers) share all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from meshwright.core.axes import MESH_ORDER, PP
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.flat import Bucket, held_buckets, padded
+from meshwright.core.job import Job
+from meshwright.core.measures import MemoryBreakdown, Traffic
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import Placement, placements
+from meshwright.core.profile import OWN, Stack
+from meshwright.core.strategy import Strategy
+from meshwright.cost.compute import Compute, stage_compute
+from meshwright.cost.in_flight import Instant, fullest_ranks
+from meshwright.cost.latency import (
+    Sent,
+    StageCosts,
+    StepCosts,
+    boundaries_s,
+    in_layers,
+    joined_costs,
+    seconds_by_phase,
+)
+from meshwright.cost.memory import constant_memory, held_bytes
+from meshwright.cost.offload import offload_forecast
+from meshwright.cost.stack_memory import with_stack
+from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
+
+Key = tuple[object, ...]
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds: its flat buckets, and the elements in them without padding."""
+
+    buckets: tuple[Bucket, ...]
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """What a rank sends once per step, or with ZeRO-2 and 3 per micro-batch, over dp."""
+
+    traffic: Traffic
+    sent: Sent
+
+
+def first_of(rank: int) -> dict[str, int]:
+    """Mesh coordinates of the first device of a pipeline rank."""
+    return {**dict.fromkeys(MESH_ORDER, 0), PP: rank}
+
+
+def rank_kinds(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """For each pipeline rank the first of its kind: for each stage the same ends of the model, the same number of
+    layers, the same ones of them without experts, and the same neighbours on the rank itself.
+
+    Args:
+        dense: layers of a mixture that have no experts.
+    """
+    layers, ranks, parts = strategy.stage_layers(num_layers), strategy.stage_ranks, strategy.num_parts
+
+    def of(stage: int, rank: int) -> Key:
+        own = layers[stage]
+        beside = (ranks[near : near + 1] == (rank,) for near in (max(0, stage - 1), stage + 1))
+        without = tuple(layer - own.start for layer in dense if layer in own)
+        return stage % parts == 0, stage % parts == parts - 1, len(own), without, *beside
+
+    first: dict[Key, int] = {}
+    stages = enumerate(strategy.stages_by_rank)
+    return tuple(first.setdefault(tuple(of(stage, rank) for stage in own), rank) for rank, own in stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Equal where strategies share what is named so."""
+
+    place: int
+    """Where parameters lie, but for dp."""
+    once: Key
+    """What is sent over dp, and held besides activations."""
+    again: Key
+    """What is run again."""
+    batch: Key
+    """What is computed and sent for a micro-batch."""
+    moved: Key
+    """What is gathered ahead, and offloaded."""
+    kinds: tuple[int, ...]
+    """For each pipeline rank the first of its kind."""
+
+
+class Parts:
+    """Remembers them for one model, cluster and job."""
+
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.stack = stack
+        self._places: dict[Key, int] = {}
+        self._last: tuple[Strategy, _Keys] | None = None
+        self._known: dict[Key, object] = {}
+
+    def _once(self, key: Key, find: Callable[[], Found]) -> Found:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = find()
+        return found  # type: ignore[return-value]
+
+    def keys(self, s: Strategy) -> _Keys:
+        """What decides what a strategy shares with others; asked many times in a row for the same one."""
+        if self._last is None or self._last[0] is not s:
+            self._last = s, self._find_keys(s)
+        return self._last[1]
+
+    def _find_keys(self, s: Strategy) -> _Keys:
+        cut = s.layers_per_stage, s.stage_ranks, s.num_parts
+        key = s.tp, s.pp, s.ep, s.tensor, s.sequence, s.context, s.precision, s.tile, cut
+        place = self._places.setdefault(key, len(self._places))
+        endless = (s.schedule, s.num_micro_batches) if s.pipeline_schedule.is_asynchronous else ()
+        times = s.num_micro_batches if s.reduces_each else 1
+        tiled_again = s.recompute == "full" and s.tile > 1 and s.zero == 3
+        zero = s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, s.reduces_each, s.bucket_bytes
+        again = s.recompute, s.recompute_layers, s.recompute_group
+        one_ring = self.stack.ring_share is not None and s.zero == 3
+        return _Keys(
+            place=place,
+            once=(place, s.dp, zero, times, tiled_again, endless),
+            again=again,
+            batch=(
+                place, s.dp, s.micro_batch_size, s.num_micro_batches, again, one_ring,
+                s.tensor.kind != "1d" and s.splits_backward,
+            ),
+            moved=(s.prefetch, s.offload),
+            kinds=self._once(
+                ("kinds", place), lambda: rank_kinds(s, self.model.num_layers, self.model.dense_layers or ())
+            ),
+        )  # fmt: skip
+
+    def held(self, s: Strategy, rank: int) -> Held:
+        """Buckets of the first device of a pipeline rank."""
+        place = self.keys(s).place
+        cut = s.bucket_bytes, s.zero >= 2
+
+        def unpadded() -> Held:
+            alone = s.model_copy(update={"dp": s.ep})
+            placed: tuple[Placement, ...] = self._once(
+                ("placed", place, rank), lambda: placements(self.model, s, first_of(rank))
+            )
+            buckets = held_buckets(placed, alone)
+            return Held(buckets, sum(bucket.slots[-1].stop for bucket in buckets))
+
+        def find() -> Held:
+            whole = self._once(("unpadded", place, rank, cut), unpadded)
+            return replace(whole, buckets=padded(whole.buckets, s.data_ranks))
+
+        return self._once(("held", place, s.dp, rank, cut), find)
+
+    def once(self, s: Strategy, rank: int) -> Once:
+        """What it sends once per step: the same for all micro-batches and any recomputation."""
+
+        def find() -> Once:
+            sent = step_traffic(self.model, s, first_of(rank), self.held(s, rank).buckets)
+            calls = sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients")
+            return Once(sent, Sent(seconds_by_phase(self.model, s, self.cluster, sent, self.stack), calls))
+
+        return self._once(("once", self.keys(s).once, rank), find)
+
+    def step_costs(self, s: Strategy) -> StepCosts:
+        """Prices of every stage and every stage boundary."""
+
+        def find() -> StepCosts:
+            kinds, ranks = self.keys(s).kinds, s.stage_ranks
+            priced = {rank: self.rank_costs(s, rank) for rank in dict.fromkeys(kinds)}
+            costs = [iter(priced[kind]) for kind in kinds]
+            crossed_s = boundaries_s(self.model, self.job, s, self.cluster, self.stack)
+            return StepCosts(tuple(next(costs[rank]) for rank in ranks), crossed_s, ranks)
+
+        keys = self.keys(s)
+        return self._once(("costs", keys.once, keys.batch, keys.moved), find)
+
+    def rank_costs(self, s: Strategy, rank: int) -> tuple[StageCosts, ...]:
+        """Seconds of the stages of a pipeline rank: the same for every order."""
+
+        def find() -> tuple[StageCosts, ...]:
+            held, once = self.held(s, rank), self.once(s, rank).sent
+            moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None
+            costs = []
+            for stage in s.rank_stages(rank):
+                phases, compute = self._stage(s, stage)
+                sent = Sent({**phases, **once.seconds}, once.num_reductions)
+                costs.append(
+                    joined_costs(
+                        self.model, self.job, s, self.cluster, stage, compute, sent, held.num_parameters, moved,
+                        self.stack,
+                    )
+                )  # fmt: skip
+            return tuple(costs)
+
+        keys = self.keys(s)
+        return self._once(("rank", keys.once, keys.batch, keys.moved, rank), find)
+
+    def _stage(self, s: Strategy, stage: int) -> tuple[dict[str, float], Compute]:
+        """Seconds of a stage's collectives by phase, and what it computes for a micro-batch."""
+
+        def find() -> tuple[dict[str, float], Compute]:
+            sent = stages_traffic(self.model, self.job, s, [stage])
+            phases = seconds_by_phase(self.model, s, self.cluster, sent, self.stack)
+            in_stage = in_layers(s, phases)
+            return phases, stage_compute(self.model, self.job, s, self.cluster, stage, in_stage, self.stack)
+
+        return self._once(("stage", self.keys(s).batch, stage), find)
+
+    def traffic(self, s: Strategy, rank: int) -> Traffic:
+        """What the first device of a pipeline rank sends in a step."""
+        repeated = self._once(
+            ("repeated", self.keys(s).batch, rank),
+            lambda: micro_batch_traffic(self.model, self.job, s, rank),
+        )
+        return Traffic({**repeated.rows, **self.once(s, rank).traffic.rows})
+
+    def memory_by_rank(self, s: Strategy) -> dict[int, MemoryBreakdown]:
+        """Pipeline rank → memory of its fullest device, for the rank of each kind with the most activations.
+
+        Index 0 of dp and tp has the larger part where a split is uneven.
+        """
+        fullest: dict[int, tuple[int, int]] = {}
+        kinds = self.keys(s).kinds
+        for rank, instants in fullest_ranks(s, kinds).items():
+            kept_bytes = self._kept(s, rank, instants)
+            if kinds[rank] not in fullest or kept_bytes > fullest[kinds[rank]][0]:
+                fullest[kinds[rank]] = kept_bytes, rank
+        ranks = sorted((rank, kept_bytes) for kept_bytes, rank in fullest.values())
+        return {rank: self._memory(s, rank, kept_bytes) for rank, kept_bytes in ranks}
+
+    def _kept(self, s: Strategy, rank: int, instants: tuple[Instant, ...]) -> int:
+        keys = self.keys(s)
+        return self._once(
+            ("kept", keys.place, s.micro_batch_size, keys.again, keys.kinds[rank], instants),
+            lambda: held_bytes(self.model, self.job, s, rank, instants),
+        )
+
+    def _memory(self, s: Strategy, rank: int, kept_bytes: int) -> MemoryBreakdown:
+        constant = self._once(
+            ("constant", self.keys(s).once, self.keys(s).moved, rank),
+            lambda: constant_memory(self.model, self.job, s, first_of(rank), self.held(s, rank).buckets),
+        )
+        own = replace(constant, activations_bytes=kept_bytes)
+        if self.stack == OWN:
+            return own
+        return with_stack(own, self.model, self.job, s, rank, self.held(s, rank).num_parameters, self.stack)
