@@ -1,4 +1,4 @@
-"""Claims about what a rank holds: 1 to 5, 24 to 26, 29, 40, 44, 45."""
+"""Claims about what a rank holds: 1 to 5, 24 to 26, 29, 39, 40, 44, 45."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import replace
 
 from meshwright.core.job import Job
 from meshwright.core.precision import RECIPES
+from meshwright.core.serving import Layout, Requests
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes
+from meshwright.cost.kv_cache import kv_token_bytes
 from meshwright.cost.memory import memory
 from meshwright.cost.zero import STAGES, zero_states_bytes, zero_traffic
 from meshwright.planner.advise import advise_on, facts
 from meshwright.planner.price import price
+from meshwright.planner.serving import forecast
 from tests.claims.claim import Answer, Claim, gigabytes
 
 N = 70_000_000_000
@@ -91,6 +94,24 @@ def on_64() -> Answer:
     return {**ways, "fits 80 GB as stated": next(fits), "with ZeRO-1": next(fits)}
 
 
+def key_value_cache() -> Answer:
+    batch, length = 32, 4096
+    whole = LLAMA.model_copy(update={"num_kv_heads": LLAMA.num_heads})
+    token, of_all, of_rank = (
+        kv_token_bytes(model, Layout(tp=tp).replica) for model, tp in ((LLAMA, 1), (whole, 1), (LLAMA, 4))
+    )
+    layout = Layout(tp=4, block_size=16, num_blocks=batch * length // 16)
+    requests = Requests(prompt_tokens=length - 1, output_tokens=1, rate_per_s=0.1)
+    planned = forecast(LLAMA, load_cluster("4xh100"), requests, layout)
+    return {
+        "bytes a token": token,
+        "GB at B=32, S=4096": gigabytes(token * batch * length),
+        "planned GB": gigabytes(4 * planned.cache_bytes),
+        "with a key/value head for each query head": of_all,
+        "per rank at T=4": of_rank,
+    }
+
+
 CLAIMS = [
     Claim(
         1, "weights take 2N bytes", ("core.precision.RECIPES",),
@@ -145,6 +166,16 @@ CLAIMS = [
         "a third way (`shard_over = \"node\"`)",
     ),
     Claim(
+        39, "the key/value cache takes 2 · L · B · S · H_kv · bytes",
+        ("cost.kv_cache.kv_token_bytes", "planner.serving.forecast"),
+        lambda _: key_value_cache(),
+        {
+            "bytes a token": 327_680, "GB at B=32, S=4096": 42.94967296, "planned GB": 42.94967296,
+            "with a key/value head for each query head": 2_621_440, "per rank at T=4": 81_920,
+        },
+        "holds for whole, grouped and single key/value heads; latent attention keeps less",
+    ),
+    Claim(
         40, "with T=4 each rank holds 140/4 = 35 GB of weights", ("cost.zero.zero_states_bytes", "cost.memory.memory"),
         lambda _: four_ways(),
         {"GB": 35.0, "GiB": 32.5963, "Llama-2-70B GB": 34.490302464},
@@ -155,7 +186,7 @@ CLAIMS = [
         ("cost.zero.zero_states_bytes", "planner.advise.advise_on"),
         lambda _: training_and_inference(),
         {"training GB": 1120.0, "inference GB": 140.0, "rules": ("G4", "G5")},
-        "inference has activations too; caches and serving are not there yet",
+        "holds; inference works with activations too, which `plan --serve` counts",
     ),
     Claim(
         45, "70B trains on 64 GPUs as D=8, T=4, P=2, ZeRO being optional",

@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 
 from meshwright.cli.main import build_app, find_commands
-from meshwright.core import axes, cluster, job, model, plan, program, strategy
+from meshwright.core import axes, cluster, job, model, plan, program, serving, strategy
 from meshwright.core.axes import ALL_AXES
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.measures import PHASES, PRIMITIVES, wire_bytes
@@ -294,6 +294,9 @@ REFERENCE: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "environment": environment,
     "plan_fields": lambda: _fields(plan, "Plan"),
+    "serving_plan_fields": lambda: _fields(serving, "ServingPlan"),
+    "requests_fields": lambda: _fields(serving, "Requests"),
+    "layout_fields": lambda: _fields(serving, "Layout"),
     "strategy_fields": lambda: _fields(strategy, "Strategy"),
     "model_fields": lambda: _fields(model, "ModelSpec"),
     "job_fields": lambda: _fields(job, "Job"),

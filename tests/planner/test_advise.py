@@ -9,7 +9,8 @@ import pytest
 
 from meshwright.core.cluster import Link
 from meshwright.core.job import Job
-from meshwright.planner.advise import ADVICE_RULES, Facts, advise, advise_on, describe, facts
+from meshwright.core.serving import Requests
+from meshwright.planner.advise import ADVICE_RULES, Facts, advise, advise_on, advise_serving, describe, facts
 
 BOOLEANS = [f.name for f in fields(Facts) if f.type == "bool"]
 SIZES = [(1, 1), (8, 1), (16, 2)]
@@ -100,3 +101,16 @@ def test_slow_network_and_short_memory(llama_70b, cluster):
 def test_long_context_grows_with_the_sequence(llama_70b, cluster):
     for length, long in ((1024, False), (131072, True)):
         assert facts(llama_70b, cluster(), Job(seq_length=length, global_batch_size=1)).long_context is long
+
+
+def test_rules_that_speak_of_serving(llama_70b, cluster):
+    """Weights and a cache: what does not fit one device to be trained may fit it to be served."""
+    requests = Requests(prompt_tokens=2048, output_tokens=256, rate_per_s=1)
+
+    def held(memory_bytes: int) -> set[str]:
+        found = advise_serving(llama_70b, cluster(1, 8, memory_bytes=memory_bytes), requests)
+        return {rule.id for rule, holds in found if holds}
+
+    assert held(80 * 10**9) == {"N4", "G3", "G5"}
+    assert held(200 * 10**9) == {"N4", "G1", "G5"}
+    assert all(rule.offered for rule, _ in advise_serving(llama_70b, cluster(1, 8), requests))

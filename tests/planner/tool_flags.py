@@ -108,8 +108,20 @@ TORCHTITAN: Table = {
 
 VLLM: Table = {
     **dict.fromkeys(
-        ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--max-model-len"), int
+        (
+            "--tensor-parallel-size",
+            "--pipeline-parallel-size",
+            "--data-parallel-size",
+            "--max-model-len",
+            "--max-num-seqs",
+            "--max-num-batched-tokens",
+            "--block-size",
+            "--num-gpu-blocks-override",
+        ),
+        int,
     ),
+    "--gpu-memory-utilization": float,
+    "--enable-expert-parallel": None,
     **dict.fromkeys(("--dtype", "--distributed-executor-backend"), str),
 }
 

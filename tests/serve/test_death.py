@@ -14,10 +14,8 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from meshwright.core.job import Job
-from meshwright.core.plan import Plan
+from meshwright.core.serving import Layout, Requests, ServingPlan
 from meshwright.core.sources import load_cluster
-from meshwright.core.strategy import Strategy
 from meshwright.models.hf import export
 from meshwright.train.tokenizer import save_tokenizer, train_tokenizer
 from tests.end_to_end.shell import MESHWRIGHT, ranks_of, started
@@ -30,8 +28,10 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     model = random_model(spec)
     export(tmp_path / "model", spec, model.stored())
     save_tokenizer(train_tokenizer(["some text"], 300), tmp_path / "model")
-    job = Job(seq_length=8, global_batch_size=1)
-    Plan(model=spec, cluster=load_cluster("local:2"), job=job, strategy=Strategy(tp=2)).save(tmp_path / "plan.toml")
+    layout = Layout(tp=2, precision="fp32", num_blocks=260, block_size=16)
+    requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+    plan = ServingPlan(model=spec, cluster=load_cluster("local:2"), requests=requests, layout=layout)
+    plan.save(tmp_path / "plan.toml")
     command = [*MESHWRIGHT, "serve", str(tmp_path / "model"), "--port", "0"]
     with started([*command, "--plan", str(tmp_path / "plan.toml")]) as process:
         yield process
@@ -43,6 +43,7 @@ def test_a_dead_rank(server: subprocess.Popen[str]):
     greeting = server.stdout.readline()
     url = re.search(r"http://\S+:\d+", greeting)
     assert url, greeting
+    assert "cache of 4,160 tokens" in greeting, "the plan's sizes"
     ranks = ranks_of(server.pid)
     body = {"prompt": "some text", "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 0}
     with httpx.stream("POST", f"{url[0]}/v1/completions", json=body, timeout=30) as answer:

@@ -12,6 +12,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.values import write_text, writing
 
 if TYPE_CHECKING:
+    from meshwright.core.plan import Plan
+    from meshwright.core.serving import ServingPlan
     from meshwright.planner.emit.common import Emitted
 
 
@@ -22,8 +24,9 @@ def emit_command(
 ) -> None:
     """Write a plan as flags or files of another tool, and say what it cannot express."""
     from meshwright.core.plan import Plan
+    from meshwright.core.serving import ServingPlan, is_serving
 
-    emitted = _emitted(to, Plan.load(file))
+    emitted = _emitted(to, ServingPlan.load(file) if is_serving(file) else Plan.load(file))
     for name, text in emitted.files.items():
         if out is None:
             typer.echo(text if len(emitted.files) == 1 else f"# {name}\n{text}", nl=False)
@@ -44,8 +47,14 @@ def targets() -> tuple[str, ...]:
     return tuple(sorted(name for name in files if name not in ("__init__", "common")))
 
 
-def _emitted(name: str, plan: object) -> Emitted:
+def _emitted(name: str, plan: Plan | ServingPlan) -> Emitted:
+    from meshwright.core.plan import Plan
+
     if name not in targets():
         raise InputError(f"--to {name}: no such tool; take one of {', '.join(targets())}")
-    found: Emitted = importlib.import_module(f"meshwright.planner.emit.{name}").emit(plan)
+    tool = importlib.import_module(f"meshwright.planner.emit.{name}")
+    emit = tool.emit if isinstance(plan, Plan) else getattr(tool, "emit_serving", None)
+    if emit is None:
+        raise InputError(f"--to {name}: a plan for serving is not a training; --to vllm takes it")
+    found: Emitted = emit(plan)
     return found

@@ -38,7 +38,6 @@ ORDER = (
     "verify",
     "generate",
     "serve",
-    "bench-serve",
     "export",
 )
 """How `--help` lists the commands; others follow by name."""

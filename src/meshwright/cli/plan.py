@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ from meshwright.core.values import make_ready, writing
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meshwright.core.cluster import ClusterSpec
+    from meshwright.core.job import Job
     from meshwright.core.model import ModelSpec
     from meshwright.planner.balance import Ends
     from meshwright.planner.objective import Price
@@ -24,12 +27,13 @@ MAX_FRONT = 6
 
 
 def plan_command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Preset name, config.json, folder with one, or TOML file.")],
     cluster: Annotated[str, typer.Argument(help="For example 8x8xh100, 8xa100, local:4, or a TOML file.")],
     seq: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of one step, over all ranks.")] = 512,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    fix: Annotated[list[str] | None, typer.Option(help="Fix a field of the strategy, as in dp=2.")] = None,
+    fix: Annotated[list[str] | None, typer.Option(help="Fix a field of the strategy or layout, as in tp=2.")] = None,
     precision: Annotated[str | None, typer.Option(help="Short for --fix precision=...")] = None,
     zero: Annotated[int | None, typer.Option(help="Short for --fix zero=...")] = None,
     schedule: Annotated[str | None, typer.Option(help="Short for --fix schedule=...")] = None,
@@ -45,28 +49,72 @@ def plan_command(
     must: Annotated[list[str] | None, typer.Option(help="Constraint on the strategy, as in tp<=8 or pp>1.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="What a rank may fill: 60GB, or 75% of it.")] = None,
     explain_rules: Annotated[bool, typer.Option("--explain-rules", help="Each rule of thumb, one by one.")] = False,
-    top: Annotated[int, typer.Option(min=1, help="How many strategies to show.")] = 8,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan a server instead of a training.")] = False,
+    prompt: Annotated[int, typer.Option(help="Tokens of a request's prompt, with --serve.")] = 2048,
+    output: Annotated[int, typer.Option(help="Tokens of its answer.")] = 256,
+    rate: Annotated[float, typer.Option(help="Requests that come each second.")] = 1.0,
+    max_ttft: Annotated[float | None, typer.Option(help="Mean seconds to the first token at most.")] = None,
+    max_tpot: Annotated[float | None, typer.Option(help="Mean seconds between tokens at most.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many strategies or layouts to show.")] = 8,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
 ) -> None:
-    """Find the fastest way to split a training job over a cluster, and say why."""
+    """Find the best way to split a training job, or with --serve a server, over a cluster, and say why."""
+    from meshwright.cli import serving
     from meshwright.core.job import Job
-    from meshwright.core.sources import cluster_warning, load_cluster, load_model
+    from meshwright.core.sources import load_cluster, load_model
+    from meshwright.planner.must import limited
+
+    serving.refuse_others(context, serve)
+    if out:
+        make_ready(out)
+    machines = load_cluster(cluster) if memory_limit is None else limited(load_cluster(cluster), memory_limit)
+    spec = load_model(model)
+    if serve:
+        asked = serving.requests(prompt, output, rate, max_ttft, max_tpot)
+        fixed = [*(fix or ()), *([] if precision is None else [f"precision={precision}"])]
+        serving.plan(spec, machines, asked, fixed, serving.Shown(top, explain_rules, out))
+        return
+    job = Job.parse({"seq_length": seq, "global_batch_size": batch, "optimizer": optimizer}, "job")
+    short = {"precision": precision, "zero": zero, "schedule": schedule, "recompute": recompute}
+    fixed = [*(fix or ()), *(f"{name}={value}" for name, value in short.items() if value is not None)]
+    _plan_training(
+        spec, machines, job, fixed, _Search(balance_from, objective, tokens, price, must, top), explain_rules, out
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """How to look for a training plan."""
+
+    balance_from: Path | None
+    objective: str
+    tokens: float | None
+    price: float | None
+    must: list[str] | None
+    top: int
+
+
+def _plan_training(
+    spec: ModelSpec,
+    machines: ClusterSpec,
+    job: Job,
+    fixed: list[str],
+    search: _Search,
+    explain_rules: bool,
+    out: Path | None,
+) -> None:
+    from meshwright.core.sources import cluster_warning
     from meshwright.planner.fix import parse_fix
-    from meshwright.planner.must import limited, parse_must
+    from meshwright.planner.must import parse_must
     from meshwright.planner.objective import Wanted, best
     from meshwright.planner.rank import Options
     from meshwright.report.tables import report_console
 
-    if out:
-        make_ready(out)
-    machines = load_cluster(cluster) if memory_limit is None else limited(load_cluster(cluster), memory_limit)
-    job = Job.parse({"seq_length": seq, "global_batch_size": batch, "optimizer": optimizer}, "job")
-    short = {"precision": precision, "zero": zero, "schedule": schedule, "recompute": recompute}
-    wanted = parse_fix([*(fix or ()), *(f"{name}={value}" for name, value in short.items() if value is not None)])
-    spec = load_model(model)
-    ends = _measured_ends(balance_from, spec, wanted) if balance_from else None
-    options = Options(num_ranked=top, ends=ends, must=parse_must(must or ()))
-    found = best(Wanted(spec, machines, job, wanted, options), objective, _price(tokens, price))
+    wanted = parse_fix(fixed)
+    ends = _measured_ends(search.balance_from, spec, wanted) if search.balance_from else None
+    options = Options(num_ranked=search.top, ends=ends, must=parse_must(search.must or ()))
+    priced = _price(search.tokens, search.price)
+    found = best(Wanted(spec, machines, job, wanted, options), search.objective, priced)
     result = found.result
     if out:  # before anything is printed: who reads that may stop reading
         with writing(out):
@@ -74,11 +122,11 @@ def plan_command(
     console = report_console()
     _print(console, result)
     if found.words:
-        console.print(f"{objective}: {found.words}", highlight=False, soft_wrap=True)
+        console.print(f"{search.objective}: {found.words}", highlight=False, soft_wrap=True)
     if explain_rules:
         _print_rules(console, result)
     if ends is not None:
-        console.print(_cut_by(balance_from, ends), highlight=False, soft_wrap=True)
+        console.print(_cut_by(search.balance_from, ends), highlight=False, soft_wrap=True)
     if warning := cluster_warning(machines):
         console.print(f"note: {warning}")
     if out:

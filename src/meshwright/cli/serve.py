@@ -5,14 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from meshwright.core.plan import Plan
+    from meshwright.core.serving import ServingPlan
+    from meshwright.serve.options import ServeOptions
+
+OF_CACHE = {"num_blocks", "cache_bytes"}
+"""Two ways to say how large the cache is."""
+
 
 def serve_command(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or the folder of a training run.")],
-    plan: Annotated[Path | None, typer.Option(help="Plan file whose tp and pp the model is divided by.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file, from `plan --serve` or of a training: how to divide.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: its folder.")] = None,
@@ -25,7 +36,6 @@ def serve_command(
     prefix_cache: Annotated[bool, typer.Option(help="Whether requests share what they begin with.")] = True,
 ) -> None:
     """Serve a model over the OpenAI API: starts its own ranks, or takes its place among those of torchrun or Slurm."""
-    from meshwright.core.plan import Plan
     from meshwright.run.environment import detect
     from meshwright.run.launch import enter_ranks
     from meshwright.run.served import open_model
@@ -36,7 +46,8 @@ def serve_command(
         cache_bytes=cache_mib * 2**20, block_size=block_size, step_tokens=step_tokens, max_running=max_running,
         max_waiting=max_waiting, prefix_cache=prefix_cache,
     )  # fmt: skip
-    asked = Plan.load(plan) if plan else None
+    asked = _plan(plan) if plan else None
+    options = _sizes(asked, options, context)
     num_ranks = asked.strategy.world_size if asked else 1
 
     def before() -> None:
@@ -50,3 +61,37 @@ def serve_command(
     from meshwright.run.serving import Address, serve
 
     serve(model, asked, options, Address(host, port, api_key), name)
+
+
+def _plan(path: Path) -> Plan | ServingPlan:
+    """Of either kind. Raises UnsupportedError where replicas share experts."""
+    from meshwright.core.errors import UnsupportedError
+    from meshwright.core.plan import Plan
+    from meshwright.core.serving import ServingPlan, is_serving
+
+    if not is_serving(path):
+        return Plan.load(path)
+    plan = ServingPlan.load(path)
+    if plan.layout.ep > 1:
+        raise UnsupportedError(
+            f"{path}: ep={plan.layout.ep}: replicas that share experts can be planned, not served; plan with --fix ep=1"
+        )
+    return plan
+
+
+def _sizes(plan: Plan | ServingPlan | None, typed: ServeOptions, context: typer.Context) -> ServeOptions:
+    """The plan's sizes of cache and steps, but for those that were typed."""
+    from meshwright.core.serving import ServingPlan
+
+    if not isinstance(plan, ServingPlan):
+        return typed
+    layout = plan.layout
+    sizes = {name: getattr(layout, name) for name in ("block_size", "num_blocks", "step_tokens", "max_running")}
+    given = {name for name in sizes if _is_typed(context, name)}
+    given |= OF_CACHE if _is_typed(context, "cache_mib") else set()
+    return typed.model_copy(update={name: value for name, value in sizes.items() if name not in given})
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -29,9 +29,13 @@ def show_command(
 ) -> None:
     """Show a plan as tables and as a pipeline timetable."""
     from meshwright.core.plan import Plan
+    from meshwright.core.serving import is_serving
     from meshwright.planner.price import Pricer, is_long
     from meshwright.report.tables import memory_table, report_console, traffic_table
 
+    if is_serving(file):
+        _show_serving(file, {"--html": html, "--trace": trace, "--csv": csv})
+        return
     plan = Plan.load(file)
     check_outputs({"--html": html, "--trace": trace, "--csv": csv})
     drawn = ((html, "page", _html), (trace, "trace", _trace), (csv, "program", _csv))
@@ -51,6 +55,15 @@ def show_command(
     if plan.why:
         console.print(plan.why, highlight=False)
     write_files(console, ((path, what, partial(content, plan, pricer)) for path, what, content in drawn))
+
+
+def _show_serving(file: Path, drawn: dict[str, Path | None]) -> None:
+    from meshwright.cli import serving
+    from meshwright.core.serving import ServingPlan
+
+    if options := [option for option, path in drawn.items() if path]:
+        raise InputError(f"{options[0]}: {file} is a plan for serving, which has no timetable to draw or to write")
+    serving.show(ServingPlan.load(file))
 
 
 def _html(plan: Plan, pricer: Pricer) -> str:

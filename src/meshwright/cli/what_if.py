@@ -24,12 +24,17 @@ def what_if_command(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the changed plan here.")] = None,
 ) -> None:
     """Change some choices of a plan, and see memory, traffic and time side by side."""
+    from meshwright.cli import serving
     from meshwright.core.plan import Plan
+    from meshwright.core.serving import ServingPlan, is_serving
     from meshwright.planner.what_if import changed, parse_changes, priced
     from meshwright.report.tables import changes_table, report_console
 
     if not change:
         raise InputError("nothing to change; give --set FIELD=VALUE, for example --set tp=4 --set zero=3")
+    if is_serving(file):
+        serving.what_if(ServingPlan.load(file), change, out)
+        return
     plan = Plan.load(file)
     now, then = priced(plan), priced(changed(plan, parse_changes(change)))
     if out:

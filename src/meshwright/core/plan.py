@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from meshwright.core.cluster import ClusterSpec
+from meshwright.core.errors import InputError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import check
@@ -59,6 +60,11 @@ class Plan(Value):
         Raises InputError or RuleError.
         """
         data = parse_toml(read_text(path), str(path))
+        if "requests" in data and "job" not in data:
+            raise InputError(
+                f"{path}: a plan for serving, which `serve --plan`, `show`, `what-if` and `emit --to vllm` take; plan "
+                "a training without --serve"
+            )
         strategy = data.get("strategy")
         if isinstance(strategy, dict) and str(strategy.get("schedule")).endswith(FILE_SUFFIX):
             strategy["schedule"] = str(Path(path).parent / str(strategy["schedule"]))

@@ -13,8 +13,10 @@ from meshwright.core.axes import MESH_ORDER
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
+from meshwright.core.serving import Layout, Requests
 from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
+from meshwright.cost.serving_memory import serving_memory
 from meshwright.planner.enumerate import default_precision
 
 FAST_INTRA_BYTES_PER_S = 100e9
@@ -128,7 +130,7 @@ ADVICE_RULES = (
     AdviceRule(
         "G5", lambda f: not f.is_training,
         "count parameters + key/value cache + buffers; tensor parallel and batching against latency",
-        "Kwon et al. 2023, §3; Pope et al. 2022", offered=False,
+        "Kwon et al. 2023, §3; Pope et al. 2022",
     ),
     AdviceRule(
         "G6", lambda f: f.num_nodes > 1,
@@ -168,6 +170,39 @@ def facts(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Facts:
         has_experts=model.num_experts > 0,
         is_huge=model.num_parameters >= HUGE_PARAMETERS,
     )
+
+
+OF_SERVING = ("N4", "G1", "G2", "G3", "G5", "G6", "G8")
+"""Rules that speak of serving too: replicas are its data parallelism."""
+
+
+def serving_facts(model: ModelSpec, cluster: ClusterSpec, requests: Requests) -> Facts:
+    """Answers for a server: weights, a step and the key/value cache of one request, in the cluster's usual dtype."""
+    precision = default_precision(cluster)
+    layout = Layout(precision=precision)
+    held = serving_memory(model, layout)
+    one = held.fixed_bytes + requests.length * held.token_bytes
+    usable = cluster.usable_memory_bytes
+    return Facts(
+        num_devices=cluster.num_devices,
+        num_nodes=cluster.num_nodes,
+        fits_one_device=one <= usable,
+        largest_layer_fits=_largest_layer(model) * layout.replica.recipe.parameter_bytes <= usable,
+        fits_one_node=one <= usable * cluster.devices_per_node,
+        fast_intra=cluster.intra_link.bandwidth_bytes_per_s >= FAST_INTRA_BYTES_PER_S,
+        fast_inter=cluster.inter_link.bandwidth_bytes_per_s >= FAST_INTER_BYTES_PER_S,
+        many_layers=model.num_layers >= MANY_LAYERS,
+        long_context=False,
+        has_experts=model.num_experts > 0,
+        is_huge=model.num_parameters >= HUGE_PARAMETERS,
+        is_training=False,
+    )
+
+
+def advise_serving(model: ModelSpec, cluster: ClusterSpec, requests: Requests) -> list[tuple[AdviceRule, bool]]:
+    """Each rule that speaks of serving, and whether it holds, in table order."""
+    known = serving_facts(model, cluster, requests)
+    return [(rule, rule.holds(known)) for rule in ADVICE_RULES if rule.id in OF_SERVING]
 
 
 def _largest_layer(model: ModelSpec) -> int:

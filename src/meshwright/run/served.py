@@ -18,6 +18,7 @@ from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
+from meshwright.core.serving import ServingPlan
 from meshwright.core.sources import load_model
 from meshwright.core.strategy import Strategy
 from meshwright.core.values import parse_json, read_text
@@ -54,7 +55,7 @@ class Served:
     """`bos_token`, `eos_token` and others, for the template."""
     is_run: bool
 
-    def engine(self, plan: Plan | None = None, options: ServeOptions | None = None) -> Engine:
+    def engine(self, plan: Plan | ServingPlan | None = None, options: ServeOptions | None = None) -> Engine:
         """An engine with the weights. Every rank builds one.
 
         Raises:

@@ -20,6 +20,7 @@ import uvicorn
 from meshwright.core.axes import WORLD
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.plan import Plan
+from meshwright.core.serving import ServingPlan
 from meshwright.core.units import counted
 from meshwright.run.served import open_model
 from meshwright.serve.app import Service, make_app, make_service
@@ -55,7 +56,9 @@ class Address:
         return bound
 
 
-def serve(path: Path, plan: Plan | None, options: ServeOptions, address: Address, name: str | None) -> None:
+def serve(
+    path: Path, plan: Plan | ServingPlan | None, options: ServeOptions, address: Address, name: str | None
+) -> None:
     """Serve until told to end. Every rank calls it.
 
     Args:
@@ -79,7 +82,7 @@ def serve(path: Path, plan: Plan | None, options: ServeOptions, address: Address
     template = None if served.template is None else ChatTemplate(served.template, served.special)
     failures: list[EngineFailure] = []
     service = make_service(engine, model_name, template, address.api_key, failures.append)
-    _run(service, bound, _greeting(engine, model_name, bound))
+    _run(service, bound, _greeting(engine, model_name, bound) + _replicas(plan))
     if failures:
         raise failures[0].__cause__ if isinstance(failures[0].__cause__, MeshwrightError) else failures[0]
 
@@ -91,6 +94,16 @@ def _greeting(engine: Engine, name: str, bound: socket.socket) -> str:
     return (
         f"serving {name} at http://{host}:{port}: cache of {cached:,} tokens ({engine.runner.cache_bytes / 2**20:,.0f} "
         f"MiB on each rank), {counted(cached // engine.max_length, 'request')} of {engine.max_length:,} tokens at once"
+    )
+
+
+def _replicas(plan: Plan | ServingPlan | None) -> str:
+    """What the plan has besides this server."""
+    others = plan.layout.replicas - 1 if isinstance(plan, ServingPlan) else 0
+    if not others:
+        return ""
+    return (
+        f"; the plan has {counted(others, 'further replica')}: start each with the same command and a --port of its own"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.plan import Plan
+from meshwright.core.serving import ServingPlan
 from meshwright.planner.emit.common import Emitted, Flags, command_line, left_out, script
 
 TOOL = "vLLM"
@@ -52,3 +53,34 @@ def emit(plan: Plan) -> Emitted:
     said.add("layers_per_stage")
     text = script(command_line(words, flags))
     return Emitted({"vllm.sh": text}, tuple(left_out(plan, TOOL, said, WHY)))
+
+
+def emit_serving(plan: ServingPlan) -> Emitted:
+    """Likewise of a plan for serving, with the sizes of its engine."""
+    layout, requests, cluster = plan.layout, plan.requests, plan.cluster
+    flags: Flags = {"--tensor-parallel-size": layout.tp, "--pipeline-parallel-size": layout.pp}
+    notes = [f"requests of {requests.length} tokens at {requests.rate_per_s:g} per second: not a choice of vLLM's"]
+    if layout.replicas > 1:
+        flags["--data-parallel-size"] = layout.replicas
+    if layout.ep > 1:
+        flags["--enable-expert-parallel"] = None
+        whole = layout.replicas * layout.tp
+        notes.append(f"ep={layout.ep}: vLLM spreads whole experts over all {whole} ranks of tp and replicas")
+    recipe = layout.replica.recipe
+    if (dtype := DTYPES.get(recipe.parameter)) is not None:
+        flags["--dtype"] = dtype
+    else:
+        notes.append(f"precision={layout.precision}: {TOOL} has no such choice")
+    flags["--max-model-len"] = requests.length
+    flags["--max-num-seqs"] = layout.max_running
+    flags["--max-num-batched-tokens"] = layout.step_tokens
+    flags["--block-size"] = layout.block_size
+    flags["--num-gpu-blocks-override"] = layout.num_blocks
+    flags["--gpu-memory-utilization"] = f"{cluster.usable_memory_fraction:.4g}"
+    if layout.tp * layout.pp > cluster.devices_per_node:
+        flags["--distributed-executor-backend"] = "ray"
+    if layout.pp > 1:
+        notes.append(f"pp={layout.pp}: vLLM has several steps under way in a pipeline, the forecast one")
+    cut = ",".join(map(str, layout.layers_per_stage or ()))
+    words = [*([f"VLLM_PP_LAYER_PARTITION={cut}"] if cut else []), "vllm serve", '"$MODEL"']
+    return Emitted({"vllm.sh": script(command_line(words, flags))}, tuple(notes))

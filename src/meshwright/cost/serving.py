@@ -1,0 +1,294 @@
+"""Seconds of one step of a served model: some sequences decode, the rest of the step is chunks of prompts.
+
+    product       the FLOPs of all its tokens, or its weights once through memory: whichever takes longer
+    decoding      the keys and values of every sequence, once through memory
+    prompts       their attention's FLOPs, at the device's rate of fused attention
+    reductions    two all-reduces of [T, h] in each layer over tp, and one for the embedding; the logits are gathered
+    stages        one after the other, as the engine runs them: a step takes the sum of all, not the longest
+
+Weights are read once per *step*, whatever the batch: so decoding is bound by memory until about peak · β / (2 · memory
+bandwidth) sequences share a step. Over more ranks of tp each reads less, but reductions need more rounds: there is a
+degree beyond which a step takes longer. Host time (scheduling, launches, sampling) is not counted.
+
+With a measured profile the kernels are those of training (:mod:`meshwright.cost.kernels`); without one, FLOPs and bytes
+stand for them. Sources: Pope et al. 2022, §3; Kwon et al. 2023, §4; Agrawal et al. 2024, §3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from meshwright.core.axes import EP, PP, TP, WORLD
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.measures import Traffic
+from meshwright.core.model import ModelSpec
+from meshwright.core.placement import dim_range, largest_part
+from meshwright.core.serving import Layout
+from meshwright.cost.compute import flops_per_s, peak_flops_per_s
+from meshwright.cost.kernels import Rates, rates
+from meshwright.cost.network import Route, boundary_link, flat_s, route
+from meshwright.cost.terms import TimeTerm, total_s
+
+LOGITS_BYTES = 4
+"""Logits are joined, and chosen from, in fp32."""
+WEIGHTS, KEYS, PRODUCTS, ATTENTION, STREAMS = "weights", "keys and values", "products", "attention", "streams"
+LATENCY, REDUCTIONS, EXCHANGE, STAGES = "reductions, latency", "reductions, bytes", "experts' exchange", "stages"
+LIMITS = {
+    WEIGHTS: "memory bandwidth",
+    KEYS: "memory bandwidth",
+    STREAMS: "memory bandwidth",
+    PRODUCTS: "compute",
+    ATTENTION: "compute",
+    LATENCY: "the latency of the links",
+    REDUCTIONS: "the bandwidth of the links",
+    EXCHANGE: "the links between replicas that share experts",
+    STAGES: "the links between stages",
+}
+"""Term → what it is limited by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step of a replica computes. Means need not be whole numbers."""
+
+    num_decoding: float
+    """Sequences with one token each."""
+    context: float
+    """Keys that each of those tokens sees."""
+    num_prompt: float = 0.0
+    """Tokens of prompts."""
+    prompt_keys: float = 0.0
+    """Keys that each of them sees, in the mean."""
+    num_rows: float = 0.0
+    """Tokens whose logits are wanted: those that decode, and the last of each prompt."""
+
+    @property
+    def num_tokens(self) -> float:
+        return self.num_decoding + self.num_prompt
+
+
+class Speed(Protocol):
+    """What one device does per second."""
+
+    def product_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        """Seconds of `batch` products [m, k] × [k, n]."""
+
+    def stream_s(self, elements: float) -> float:
+        """Seconds to move so many elements through memory once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRates:
+    """Of a device that has no profile: FLOPs at one share of the peak, bytes at the whole bandwidth."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    element_bytes: int
+
+    def product_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        """Seconds of `batch` products [m, k] × [k, n]."""
+        return batch * max(2 * m * n * k / self.flops_per_s, self.stream_s(m * k + k * n + m * n))
+
+    def stream_s(self, elements: float) -> float:
+        """Seconds to move so many elements through memory once."""
+        return elements * self.element_bytes / self.bytes_per_s
+
+
+def arithmetic_balance(cluster: ClusterSpec, layout: Layout) -> float:
+    """B*: sequences in a step from which on its products are bound by compute, peak · β / (2 · bandwidth).
+
+    Raises InputError where the cluster states no peak for the layout's dtype.
+    """
+    strategy = layout.replica
+    peak = peak_flops_per_s(cluster, strategy)
+    return peak * strategy.recipe.parameter_bytes / (2 * cluster.device.memory_bandwidth_bytes_per_s)
+
+
+class StepCosts:
+    """Prices the steps of one replica.
+
+    Args:
+        model: what is served.
+        layout: how it is divided.
+        cluster: on what.
+
+    Raises:
+        InputError: the cluster states no peak for the layout's dtype.
+    """
+
+    def __init__(self, model: ModelSpec, layout: Layout, cluster: ClusterSpec) -> None:
+        self.model = model
+        self.layout = layout
+        self.cluster = cluster
+        self.element_bytes = layout.replica.recipe.parameter_bytes
+        self.speed = _speed(cluster, layout)
+        tp = layout.tp
+        self.heads = largest_part(model, "heads", model.heads_size, tp)
+        self.kv = largest_part(model, "kv_heads", model.kv_size, tp)
+        self.vocab = largest_part(model, "vocab", model.vocab_size, tp)
+
+    def step_s(self, work: Work) -> float:
+        """Seconds of a step."""
+        return total_s(self.terms(work))
+
+    def terms(self, work: Work) -> tuple[TimeTerm, ...]:
+        """The same by cause."""
+        seconds = dict.fromkeys(LIMITS, 0.0)
+        seconds[KEYS] = self._keys_s(work)
+        seconds[ATTENTION] = self._prompts_s(work)
+        seconds[STREAMS] = self._streams_s(work)
+        for count, m, n, k, batch in self._products(work):
+            product_s = self.speed.product_s(m, n, k, batch)
+            weights_s = self.speed.stream_s(batch * (m * k + k * n + m * n))
+            seconds[WEIGHTS if product_s <= weights_s else PRODUCTS] += count * product_s
+        self._add_links(seconds, work)
+        return tuple(TimeTerm(name, value) for name, value in seconds.items())
+
+    def _products(self, work: Work) -> list[tuple[float, float, float, float, float]]:
+        """(how often, m, n, k, batch) of the products of all layers and of the head, on the first rank of tp."""
+        model, tokens = self.model, work.num_tokens
+        layers, sparse, h = model.num_layers, model.num_sparse_layers, model.hidden_size
+        found = [
+            (float(layers), tokens, float(self.heads + 2 * self.kv), float(h), 1.0),
+            (float(layers), tokens, float(h), float(self.heads), 1.0),
+        ]
+        found += self._mlp(layers - sparse, model.ffn_size, tokens)
+        if sparse:
+            found += self._experts(sparse, tokens)
+        in_share = min(1.0, work.num_rows)  # a chunk inside a prompt wants no logits
+        return [*found, (in_share, max(1.0, work.num_rows), float(self.vocab), float(h), 1.0)]
+
+    def _mlp(self, count: float, ffn_size: int, tokens: float) -> list[tuple[float, float, float, float, float]]:
+        h, ffn = float(self.model.hidden_size), float(largest_part(self.model, "ffn", ffn_size, self.layout.tp))
+        matrices = 2 if self.model.gated_mlp else 1
+        return [(count, tokens, matrices * ffn, h, 1.0), (count, tokens, h, ffn, 1.0)] if count else []
+
+    def _experts(self, count: int, tokens: float) -> list[tuple[float, float, float, float, float]]:
+        """Of the experts of a rank those that tokens go to, by chance: E · (1 − (1 − k/E)^T)."""
+        model, ep = self.model, self.layout.ep
+        together = tokens * ep
+        num, k, h = model.num_experts, model.experts_per_token, float(model.hidden_size)
+        used = num * (1 - (1 - k / num) ** together) / ep
+        rows = together * k / (used * ep) if used else 0.0
+        ffn = float(largest_part(model, "ffn", model.expert_size, self.layout.tp))
+        matrices = 2 if model.has_gated_experts else 1
+        found = [
+            (float(count), rows, matrices * ffn, h, used),
+            (float(count), rows, h, ffn, used),
+            (float(count), tokens, float(num), h, 1.0),
+        ]
+        return found + (self._mlp(count, model.shared_ffn_size, tokens) if model.shared_ffn_size else [])
+
+    def _keys_s(self, work: Work) -> float:
+        """What decoding reads of the cache."""
+        elements = 2 * self.kv * work.context * work.num_decoding * self.model.num_layers
+        return self.speed.stream_s(elements)
+
+    def _prompts_s(self, work: Work) -> float:
+        """4 · heads · d FLOPs for each token of a prompt and each key that it sees, in each layer."""
+        flops = 4 * self.heads * work.num_prompt * work.prompt_keys * self.model.num_layers
+        if not isinstance(self.speed, Rates):
+            return flops / _flops_per_s(self.speed)
+        profile = self.speed.profile
+        half = profile.attention_half_keys
+        reach = 2 * work.prompt_keys  # of a causal prompt: its length
+        share = profile.attention_efficiency * (reach / (reach + half) if reach else 1.0)
+        return flops / (self.speed.flops_per_s * share)
+
+    def _streams_s(self, work: Work) -> float:
+        """What the kernels between the products read and write: as training's forward (`cost.kernels`)."""
+        model = self.model
+        activation = 3.0 if model.gated_mlp else 2.0
+        ffn = largest_part(model, "ffn", model.ffn_size, self.layout.tp)
+        ffn = ffn if not model.num_experts else model.experts_per_token * ffn
+        copies = 2.0 * (model.positions == "rope")
+        per_token = 10 * model.hidden_size + activation * ffn + copies * (self.heads + self.kv)
+        passes = self.speed.profile.stream_passes if isinstance(self.speed, Rates) else 1.0
+        return self.speed.stream_s(passes * work.num_tokens * model.num_layers * per_token)
+
+    # --- links ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _routes(self) -> dict[str, Route]:
+        replica, whole = self.layout.replica, self.layout.strategy
+        return {
+            TP: route(TP, self.model, replica, self.cluster),
+            WORLD: route(WORLD, self.model, replica, self.cluster),
+            EP: route(EP, self.model, whole, self.cluster),
+        }
+
+    @cached_property
+    def _hops(self) -> list[tuple[float, float]]:
+        """(latency, seconds per byte) from each stage to the next."""
+        replica = self.layout.replica
+        links = [boundary_link(rank, rank + 1, replica, self.cluster) for rank in range(replica.pp - 1)]
+        return [(link.latency_s, 1 / link.bandwidth_bytes_per_s) for link in links]
+
+    def _add_links(self, seconds: dict[str, float], work: Work) -> None:
+        hidden_bytes = work.num_tokens * self.model.hidden_size * self.element_bytes
+        tp = self._routes[TP]
+        if tp.size > 1:
+            sums = num_reductions(self.model)
+            latency_s = sums * tp.seconds("all_reduce", 0) + tp.seconds("all_gather", 0)
+            gathered = work.num_rows * self.vocab * tp.size * LOGITS_BYTES
+            all_s = sums * tp.seconds("all_reduce", hidden_bytes) + tp.seconds("all_gather", gathered)
+            seconds[LATENCY], seconds[REDUCTIONS] = latency_s, max(0.0, all_s - latency_s)
+        if self._routes[WORLD].size > 1:
+            seconds[LATENCY] += 2 * self._routes[WORLD].seconds("broadcast", 0)
+        if self.layout.ep > 1:
+            buffer = self.model.experts_per_token * hidden_bytes
+            seconds[EXCHANGE] = 2 * self.model.num_sparse_layers * self._routes[EP].seconds("all_to_all", buffer)
+        seconds[STAGES] = sum(latency_s + hidden_bytes * per_byte for latency_s, per_byte in self._hops)
+        if self._hops:
+            back = boundary_link(0, self.layout.pp - 1, self.layout.replica, self.cluster)
+            logits = work.num_rows * self.vocab * self.element_bytes
+            seconds[STAGES] += flat_s("send", logits, 2, back, self.cluster.backend)
+
+
+def num_reductions(model: ModelSpec) -> int:
+    """All-reduces over tp in a step: two in each layer, one for the embedding."""
+    return 2 * model.num_layers + 1
+
+
+def step_traffic(
+    model: ModelSpec, layout: Layout, rank: int, num_tokens: int, num_rows: int, num_words: int, index: int = 0
+) -> Traffic:
+    """What rank `index` of tp of pipeline rank `rank` sends in one step of a replica: what the engine's ledger counts.
+
+    Args:
+        num_tokens: of the step.
+        num_rows: of them, whose logits are wanted.
+        num_words: int64 numbers that describe the step to the ranks that follow.
+    """
+    total, element_bytes = Traffic(), layout.replica.recipe.parameter_bytes
+    tp, pp = layout.tp, layout.pp
+    layers = layout.replica.stage_layers(model.num_layers)[rank]
+    hidden_bytes = num_tokens * model.hidden_size * element_bytes
+    part = largest_part(model, "vocab", model.vocab_size, tp)
+    total.add("all_reduce", TP, "other", hidden_bytes, tp, calls=2 * len(layers) + (rank == 0))
+    if num_rows and rank == 0:
+        total.add("all_gather", TP, "other", tp * part * num_rows * LOGITS_BYTES, tp)
+    if rank < pp - 1:
+        total.add("send", PP, "other", hidden_bytes, pp)
+    elif num_rows:
+        own = dim_range(model, "vocab", model.vocab_size, tp, index)[1]
+        total.add("send", PP, "other", own * num_rows * element_bytes, pp)
+    for words in (1, num_words):
+        total.add("broadcast", WORLD, "other", 8 * words, tp * pp)
+    return total
+
+
+def _speed(cluster: ClusterSpec, layout: Layout) -> Rates | PlainRates:
+    strategy, device = layout.replica, cluster.device
+    peak_flops_per_s(cluster, strategy)  # refuses where there is none
+    dtype, element_bytes = strategy.recipe.parameter, strategy.recipe.parameter_bytes
+    if device.profile is not None:
+        return rates(device, device.profile, dtype, element_bytes)
+    return PlainRates(flops_per_s(cluster, strategy), device.memory_bandwidth_bytes_per_s, element_bytes)
+
+
+def _flops_per_s(speed: Speed) -> float:
+    assert isinstance(speed, PlainRates)
+    return speed.flops_per_s

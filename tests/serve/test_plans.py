@@ -1,0 +1,102 @@
+"""Plans for serving, carried out: what a step sends and what a rank holds are what the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from meshwright.cli.serve import serve_command
+from meshwright.comm.mesh import Mesh
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.measures import Traffic
+from meshwright.core.serving import Layout, Requests, ServingPlan
+from meshwright.core.sources import load_cluster
+from meshwright.cost.kv_cache import largest_kv_token_bytes
+from meshwright.cost.serving import step_traffic
+from meshwright.cost.serving_memory import weights_bytes
+from meshwright.serve.batch import HEADER
+from meshwright.serve.engine import Engine
+from meshwright.serve.options import ServeOptions
+from meshwright.serve.request import SamplingParams
+from tests.models.tiny import SPECS, random_model
+
+PROMPTS = (5, 3)
+BLOCK_SIZE, NUM_BLOCKS = 4, 14
+
+
+def one_step(rank: int, world: int, name: str, layout: Layout) -> tuple[Traffic, int, int]:
+    """(what the rank sent in a step of both prompts, its parameters' bytes, its cache's)."""
+    model = random_model(SPECS[name])
+    options = ServeOptions(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, step_tokens=16)
+    engine = Engine(model, layout.replica, options, mesh=Mesh.create(layout.replica.sizes))
+    ledger = engine.mesh.ledger
+    ledger.take()
+    if rank == 0:
+        for at, length in enumerate(PROMPTS):
+            engine.submit([at] * length, SamplingParams(max_tokens=2, temperature=0))
+        engine.step()
+        sent = ledger.take()
+        engine.stop()
+    else:
+        engine.follow()
+        sent = ledger.take()
+    return sent, engine.runner.cache_bytes, engine.scheduler.longest
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), [("llama", 2, 1), ("gpt2", 2, 2), ("llama", 1, 2)])
+def test_a_step_sends_what_is_forecast_to_the_byte(ranks, name: str, tp: int, pp: int):
+    layout, spec = Layout(tp=tp, pp=pp, precision="fp32"), SPECS[name]
+    num_tokens, num_chunks = sum(PROMPTS), len(PROMPTS)
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in PROMPTS)
+    num_words = HEADER + num_tokens + 3 * num_chunks + num_blocks + num_chunks
+    for rank, (sent, cache_bytes, _) in enumerate(ranks(one_step, tp * pp, name, layout)):
+        expected = step_traffic(spec, layout, rank // tp, num_tokens, num_chunks, num_words, rank % tp)
+        told = [traffic.rows.pop(("broadcast", "world", "other")) for traffic in (sent, expected)]
+        assert sent.to_list() == expected.to_list()
+        assert told[0].calls - told[1].calls == (rank > 0), "the end is told to those that follow"
+        assert cache_bytes <= NUM_BLOCKS * BLOCK_SIZE * largest_kv_token_bytes(spec, layout.replica)
+    wrong = step_traffic(spec, layout, 0, num_tokens + 1, num_chunks, num_words)
+    assert wrong.wire_bytes != expected.wire_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_weights_take_what_is_forecast(name: str):
+    model = random_model(SPECS[name])
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert weights_bytes(SPECS[name], Layout(precision="fp32"), 0) == held
+
+
+def context_of(*words: str) -> typer.Context:
+    """As the command line gives it."""
+    app = typer.Typer()
+    app.command()(serve_command)
+    return typer.main.get_command(app).make_context("serve", ["model", *words])
+
+
+def test_the_plans_sizes_hold_but_for_those_that_are_typed():
+    from meshwright.cli.serve import _sizes
+
+    layout = Layout(precision="fp32", num_blocks=77, block_size=8, step_tokens=512, max_running=32)
+    requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+    plan = ServingPlan(model=SPECS["llama"], cluster=load_cluster("local:1"), requests=requests, layout=layout)
+    typed = ServeOptions(step_tokens=128, max_waiting=5)
+    found = _sizes(plan, typed, context_of())
+    assert (found.num_blocks, found.block_size, found.step_tokens, found.max_running) == (77, 8, 512, 32)
+    assert found.max_waiting == 5
+    assert _sizes(plan, typed, context_of("--step-tokens", "128")).step_tokens == 128
+    assert _sizes(plan, typed, context_of("--cache-mib", "64")).num_blocks is None
+    assert _sizes(None, typed, context_of()) is typed
+
+
+def test_replicas_that_share_experts_are_refused(tmp_path: Path):
+    from meshwright.cli.serve import _plan
+
+    requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+    layout = Layout(replicas=2, ep=2, precision="fp32")
+    spec = SPECS["mixtral"]
+    plan = ServingPlan(model=spec, cluster=load_cluster("local:2"), requests=requests, layout=layout)
+    plan.save(tmp_path / "serve.toml")
+    with pytest.raises(UnsupportedError, match="ep=2: replicas that share experts"):
+        _plan(tmp_path / "serve.toml")
