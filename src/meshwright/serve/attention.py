@@ -2,8 +2,8 @@
 
     k, v of this step ─write─▶ cache [slots, g, d] ─read by block table─▶ softmax(q·kᵀ/√d)·v per sequence
 
-The plain way gathers the keys and values of the rows that decode into one padded batch, and those of each chunk of a
-prompt by themselves.
+Rows that decode read the cache in place where there are compiled kernels (`serve.layers`); the plain way gathers their
+keys and values into one padded batch. Chunks of prompts attend one by one, and gather only what earlier steps wrote.
 
 Shapes: T tokens of the step, a query heads, g key/value heads, d head dim.
 """
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.serve.batch import Batch
+from meshwright.serve.native import DecodeStep
 
 
 class Step:
@@ -26,16 +27,24 @@ class Step:
         self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         self.decode_rows: torch.Tensor | None = None
         self.decode_slots = self.decode_mask = torch.empty(0)
-        self.prompts: list[tuple[slice, torch.Tensor, torch.Tensor | None]] = []
-        """Of each chunk of several tokens: its rows, the slots of its context, and its mask [count, context] (None:
-        causal from the first token on)."""
+        self.prompts: list[tuple[slice, torch.Tensor | None, torch.Tensor | None]] = []
+        """Of each chunk of several tokens: its rows, the slots of its context, and its mask [count, context]; None
+        where its first token is the first of the prompt."""
+        self.native: tuple[int, int, int, int] | None = None
+        """Query heads, key/value heads, head dim and block size, where kernels attend for rows that decode."""
+        self.decode: DecodeStep | None = None
+        """What the kernels read."""
 
     def begin(self, batch: Batch, device: torch.device) -> None:
-        """Take over the next batch."""
+        """Take over the next batch; with kernels, after the rotary positions."""
         self.slots = torch.from_numpy(batch.slots).to(device)
         single = np.flatnonzero(batch.counts == 1)
         self.decode_rows = None
-        if len(single):
+        if self.native is not None:
+            of_rows = batch.first_rows[single], batch.contexts[single], batch.first_blocks[single], batch.blocks
+            arrays = (torch.from_numpy(array) for array in of_rows)
+            self.decode = DecodeStep(self.rotary, self.slots, *arrays, self.native)
+        elif len(single):
             slots, counted = batch.padded_slots(single)
             self.decode_rows = torch.from_numpy(batch.first_rows[single]).to(device)
             self.decode_slots = torch.from_numpy(slots).to(device)
@@ -44,12 +53,12 @@ class Step:
 
     def _prompt(
         self, batch: Batch, chunk: int, device: torch.device
-    ) -> tuple[slice, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[slice, torch.Tensor | None, torch.Tensor | None]:
         row, count, start = int(batch.first_rows[chunk]), int(batch.counts[chunk]), int(batch.starts[chunk])
+        if not start:
+            return slice(row, row + count), None, None
         slots = torch.from_numpy(batch.context_slots(chunk)).to(device)
-        mask = None
-        if start:
-            mask = torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)
+        mask = torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)
         return slice(row, row + count), slots, mask
 
 
@@ -99,12 +108,7 @@ class PagedCore(nn.Module):
         rows = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         if step.decode_rows is not None:
             rows[step.decode_rows] = self._decode(q, grouped)
-        for at, slots, mask in step.prompts:
-            keys, values = (side[slots].transpose(0, 1)[None] for side in (self.keys, self.values))
-            out = F.scaled_dot_product_attention(
-                q[:, :, at], keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-            )
-            rows[at] = out[0].transpose(0, 1)
+        attend_prompts(step, *(y[0].transpose(0, 1) for y in (q, k, v)), rows, self.keys, self.values)
         return rows.transpose(0, 1)[None]
 
     def _decode(self, q: torch.Tensor, grouped: bool) -> torch.Tensor:
@@ -114,3 +118,28 @@ class PagedCore(nn.Module):
         keys, values = (side[step.decode_slots].transpose(1, 2) for side in (self.keys, self.values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=step.decode_mask, enable_gqa=grouped)
         return out.squeeze(2)
+
+
+def attend_prompts(
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Attention of the step's chunks of prompts, whose keys and values are in the cache already.
+
+    Args:
+        q: [T, a, d], turned; k and v: [T, g, d].
+        out: [T, a, d]; the chunks' rows are written.
+        keys: the layer's cache [slots, g, d], and values.
+    """
+    for at, slots, mask in step.prompts:
+        own = (k[at], v[at]) if slots is None else (keys[slots], values[slots])
+        queries, *both = (y.transpose(0, 1)[None] for y in (q[at], *own))
+        rows = F.scaled_dot_product_attention(
+            queries, *both, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out[at] = rows[0].transpose(0, 1)

@@ -2,35 +2,73 @@
 
 oneDNN reads a weight of a small batch at the speed of memory only where it lies in blocks. The layout is made by
 operators that PyTorch uses itself but does not promise to keep; where they are missing, or refuse a weight, the plain
-product stays.
+product stays. Layers of one input are one product, whose output's columns are q, k and v, or gate and up.
 
     bf16 on 2 cores, 768 × 2304   plain 130 µs, packed 66 µs with 1 row; 149 and 84 µs with 16 rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from meshwright.comm.differentiable import reduce_from
+from meshwright.models.decoder import MLP, Attention
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 Parallel = ColumnParallelLinear | RowParallelLinear
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 TYPICAL_ROWS = 16
+TOGETHER = {Attention: ("q", "k", "v"), MLP: ("gate", "up")}
+"""Layers of one input."""
 
 
 class PackedProduct:
-    """x [.., in] · Wᵀ + b, with W laid out in blocks. Stands in a layer's `multiply`."""
+    """x [.., in] · Wᵀ + b, with W laid out in blocks. Raises RuntimeError where that cannot be done."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        with torch.inference_mode():
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
         self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._bias = bias
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = self._linear(x, self._weight, bias, "none", [], "")
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._linear(x, self._weight, self._bias, "none", [], "")
         return out
+
+
+class PackedLinear(nn.Module):
+    """In the place of a column- or row-parallel layer. [.., in] → [.., out]."""
+
+    def __init__(self, plain: Parallel) -> None:
+        super().__init__()
+        self.axis = plain.region.axis if isinstance(plain, RowParallelLinear) and plain.region.axis.size > 1 else None
+        self._bias = plain.bias
+        self._product = PackedProduct(plain.weight.detach(), None if self.axis else plain.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x)
+        if self.axis is None:
+            return y
+        y = reduce_from(y, self.axis)
+        return y if self._bias is None else y + self._bias
+
+
+class JoinedProjections(nn.Module):
+    """In the place of `project`: x [.., in] → views [.., out_i] of one product. The layers are not looked at."""
+
+    def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
+        super().__init__()
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        assert len(biases) in (0, len(layers))
+        self._sizes = [layer.weight.shape[0] for layer in layers]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self._product = PackedProduct(weight, torch.cat(biases) if biases else None)
+
+    def forward(self, x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
+        return self._product(x).split(self._sizes, -1)
 
 
 def pack(model: nn.Module) -> int:
@@ -38,28 +76,38 @@ def pack(model: nn.Module) -> int:
 
     The plain weight of a packed layer is given up, unless it is an embedding's too.
     """
-    shared = {id(module.weight) for module in model.modules() if not isinstance(module, Parallel) and _weight(module)}
+    if not torch.backends.mkldnn.is_available():
+        return 0
     num_packed = 0
-    for layer in _packable(model):
-        try:
-            with torch.inference_mode():
-                product = PackedProduct(layer.weight.detach())
-        except (AttributeError, RuntimeError):  # no such operator in this build of PyTorch, or not for this weight
-            return num_packed
-        layer.multiply = product
-        if id(layer.weight) not in shared:
-            layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
-        num_packed += 1
+    try:
+        for module, layers in list(_together(model)):
+            module.project = JoinedProjections(layers)
+            for layer in layers:
+                layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+            num_packed += len(layers)
+        for path, layer in list(_packable(model)):
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, PackedLinear(layer))
+            num_packed += 1
+    except (AttributeError, RuntimeError):  # no such operator in this build of PyTorch, or not for this weight
+        pass
     return num_packed
 
 
-def _weight(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "weight", None), nn.Parameter)
+def _is_packable(layer: nn.Module) -> bool:
+    if not isinstance(layer, Parallel) or layer.weight.device.type != "cpu" or not layer.weight.numel():
+        return False
+    return layer.weight.dtype in PACKED_DTYPES
 
 
-def _packable(model: nn.Module) -> Iterator[Parallel]:
-    if not torch.backends.mkldnn.is_available():
-        return
+def _together(model: nn.Module) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear]]]:
     for module in model.modules():
-        if isinstance(module, Parallel) and module.weight.device.type == "cpu" and module.weight.dtype in PACKED_DTYPES:
-            yield module
+        layers = [layer for name in TOGETHER.get(type(module), ()) if (layer := getattr(module, name)) is not None]
+        if layers and all(_is_packable(layer) for layer in layers):
+            yield module, layers
+
+
+def _packable(model: nn.Module) -> Iterator[tuple[str, Parallel]]:
+    for path, layer in model.named_modules():
+        if _is_packable(layer):
+            yield path, layer

@@ -1,6 +1,6 @@
 """One rank's part of a served model: cut and divided by the modules that training uses, and run without gradients.
 
-plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ weights by placement ─▶ paged attention ─▶ packed products
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ weights by placement ─▶ paged attention ─▶ kernels ─▶ packed products
 
 A step passes the stages one after the other: hidden states [1, T, h] go from rank to rank along `pp`, the logits of
 the wanted rows from the last stage to the first, where the parts of the vocabulary are joined.
@@ -23,7 +23,7 @@ from meshwright.core.placement import Placement, dim_range, largest_part, placem
 from meshwright.core.strategy import Strategy
 from meshwright.parallel import pipeline, tensor
 from meshwright.parallel.states import DTYPES
-from meshwright.serve import linear
+from meshwright.serve import layers, linear, native
 from meshwright.serve.attention import PagedCore, Step, StepRope
 from meshwright.serve.batch import Batch
 
@@ -94,6 +94,7 @@ class Runner:
         tensor.apply(model, spec, mesh[TP])
         _fill(model, placements(spec, strategy, mesh.coordinates), weights, self.dtype, mesh.device)
         self.cache = self._page(model, num_blocks * block_size)
+        self._install_kernels(model, block_size)
         linear.pack(model)
         self._model = model.eval()
         self._vocab_part = largest_part(spec, "vocab", spec.vocab_size, mesh[TP].size)
@@ -120,6 +121,16 @@ class Runner:
         self._ropes = list(ropes.values())
         return caches
 
+    def _install_kernels(self, model: nn.Module, block_size: int) -> None:
+        """Where this machine has compiled kernels, and they know the model."""
+        kernels = native.kernels()
+        if kernels is None or not layers.can_run(model, self.dtype, self.mesh.device):
+            return
+        size = self.spec.head_dim
+        first = next(iter(model.layers.values())).attention
+        self._step.native = len(first.q.weight) // size, len(first.k.weight) // size, size, block_size
+        layers.install(model, self.cache, self._step, kernels)
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Compute one step. All ranks call it with the same batch.
@@ -131,11 +142,12 @@ class Runner:
             RankError: another rank is lost.
         """
         pp, device = self.mesh[PP], self.mesh.device
-        self._step.begin(batch, device)
         positions = torch.from_numpy(batch.positions).to(device)
         longest = int(batch.contexts.max())
         for rope in self._ropes:
-            rope.begin(positions, _round_up(longest, self.spec.max_positions), self.dtype)
+            dtype = torch.float32 if self._step.native else self.dtype
+            rope.begin(positions, _round_up(longest, self.spec.max_positions), dtype)
+        self._step.begin(batch, device)
         x = self._enter(batch, positions)
         for layer in self._model.layers.values():
             x = layer(x)

@@ -1,0 +1,258 @@
+// What a step of serving does between its matrix products: attention over the paged cache, norms, rotary positions.
+//
+// Tensors are contiguous in their last dimension; the distance of rows is given in elements. Values are float or
+// bfloat16, sums are float. `threads` threads of OpenMP take part where there is enough to do.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+static inline float wide(float value) { return value; }
+static inline float wide(BFloat16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+static inline void put(float &to, float value) { to = value; }
+static inline void put(BFloat16 &to, float value) {  // to the nearest, ties to even; not-a-number stays one
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    to.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// exp for arguments up to 0, to about two units in the last place; not-a-number gives not-a-number.
+static inline float exp_of(float x) {
+    float bounded = x < -87.0f ? -87.0f : x;
+    float whole = std::nearbyint(bounded * 1.44269504f);
+    float rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    float value = sum * rest * rest + rest + 1.0f;
+    int32_t exponent = (int32_t(whole) + 127) << 23;
+    float power;
+    memcpy(&power, &exponent, 4);
+    return value * power;
+}
+
+constexpr int TILE = 16;  // tokens whose scores are computed before the softmax is brought up to date
+constexpr long ENOUGH = 1 << 15;  // elements below which one thread is faster than several
+
+template <typename T>
+static void turn(T *head, const float *cos, const float *sin, long dim) {
+    long half = dim / 2;
+#pragma omp simd
+    for (long at = 0; at < half; at++) {
+        float low = wide(head[at]), high = wide(head[at + half]);
+        put(head[at], low * cos[at] - high * sin[at]);
+        put(head[at + half], high * cos[at + half] + low * sin[at]);
+    }
+}
+
+// One row: queries and keys are turned to their position, keys and values go to their slot.
+template <typename T>
+static void enter(T *q, T *k, const T *v, const float *cos, const float *sin, T *key, T *value, long heads,
+                  long kv_heads, long dim) {
+    if (cos) {
+        for (long head = 0; head < heads; head++) turn(q + head * dim, cos, sin, dim);
+        for (long head = 0; head < kv_heads; head++) turn(k + head * dim, cos, sin, dim);
+    }
+    memcpy(key, k, kv_heads * dim * sizeof(T));
+    memcpy(value, v, kv_heads * dim * sizeof(T));
+}
+
+// Softmax over the tokens seen so far, of one query head: the largest score, the sum of weights, the weighted values.
+template <typename T, int D>
+struct Running {
+    float *query, *sums;
+    float largest = -INFINITY, total = 0;
+    long dim;
+
+    long size() const { return D ? D : dim; }
+
+    void tile(const T *keys, const T *values, long stride, int count) {
+        float scores[TILE];
+        float best = largest;
+        for (int token = 0; token < count; token++) {
+            const T *key = keys + token * stride;
+            float score = 0;
+#pragma omp simd reduction(+ : score)
+            for (long at = 0; at < size(); at++) score += query[at] * wide(key[at]);
+            scores[token] = score;
+            best = score > best ? score : best;
+        }
+        for (int token = count; token < TILE; token++) scores[token] = -INFINITY;
+        float shrink = best == largest ? 1.0f : exp_of(largest - best);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int token = 0; token < TILE; token++) {
+            scores[token] = token < count ? exp_of(scores[token] - best) : 0.0f;
+            sum += scores[token];
+        }
+        largest = best;
+        total = total * shrink + sum;
+        gather(values, stride, count, scores, shrink);
+    }
+
+    void gather(const T *values, long stride, int count, const float *weights, float shrink) {
+        constexpr int WIDTH = D ? D : 1;
+        float local[WIDTH];
+        float *into = D ? local : sums;
+        for (long at = 0; at < size(); at++) into[at] = sums[at] * shrink;
+        for (int token = 0; token < count; token++) {
+            const T *value = values + token * stride;
+            float weight = weights[token];
+#pragma omp simd
+            for (long at = 0; at < size(); at++) into[at] += weight * wide(value[at]);
+        }
+        if (D) memcpy(sums, local, sizeof(local));
+    }
+};
+
+struct Shape {
+    long heads, kv_heads, dim, block_size;
+};
+
+// Heads [first, last) of keys and values, for one row that looks at `context` tokens.
+template <typename T, int D>
+static void attend(const T *q, T *out, const T *keys, const T *values, const int64_t *blocks, long context,
+                   const Shape &shape, long first, long last) {
+    long group = shape.heads / shape.kv_heads, dim = shape.dim, num = (last - first) * group;
+    float scale = 1.0f / std::sqrt(float(dim));
+    float *scratch = static_cast<float *>(aligned_alloc(64, ((2 * num * dim * sizeof(float)) / 64 + 1) * 64));
+    auto *heads = static_cast<Running<T, D> *>(malloc(num * sizeof(Running<T, D>)));
+    for (long head = 0; head < num; head++) {
+        heads[head] = Running<T, D>{scratch + 2 * head * dim, scratch + (2 * head + 1) * dim, -INFINITY, 0, dim};
+        const T *own = q + (first * group + head) * dim;
+        for (long at = 0; at < dim; at++) heads[head].query[at] = wide(own[at]) * scale, heads[head].sums[at] = 0;
+    }
+    long stride = shape.kv_heads * dim;
+    for (long begin = 0; begin < context; begin += shape.block_size) {
+        long slot = blocks[begin / shape.block_size] * shape.block_size;
+        long filled = context - begin < shape.block_size ? context - begin : shape.block_size;
+        for (long tile = 0; tile < filled; tile += TILE) {
+            int count = int(filled - tile < TILE ? filled - tile : TILE);
+            for (long head = 0; head < num; head++) {
+                long from = (slot + tile) * stride + (first + head / group) * dim;
+                heads[head].tile(keys + from, values + from, stride, count);
+            }
+        }
+    }
+    for (long head = 0; head < num; head++) {
+        T *own = out + (first * group + head) * dim;
+        for (long at = 0; at < dim; at++) put(own[at], heads[head].sums[at] / heads[head].total);
+    }
+    free(heads);
+    free(scratch);
+}
+
+template <typename T>
+static void attend_of(const T *q, T *out, const T *keys, const T *values, const int64_t *blocks, long context,
+                      const Shape &shape, long first, long last) {
+    switch (shape.dim) {
+        case 64: return attend<T, 64>(q, out, keys, values, blocks, context, shape, first, last);
+        case 128: return attend<T, 128>(q, out, keys, values, blocks, context, shape, first, last);
+        default: return attend<T, 0>(q, out, keys, values, blocks, context, shape, first, last);
+    }
+}
+
+// What a step is, for one layer after the other. Rows are tokens; `rows` are those that decode.
+struct Step {
+    const float *cos, *sin;   // [num_tokens, dim] and [num_tokens, dim / 2], or null
+    const int64_t *slots;     // [num_tokens]
+    const int64_t *rows;      // [num_rows]
+    const int64_t *contexts;  // [num_rows] tokens that each looks at
+    const int64_t *firsts;    // [num_rows] where its blocks begin
+    const int64_t *blocks;
+    long num_tokens, num_rows;
+    Shape shape;
+    long threads;
+};
+
+template <typename T>
+static void run(const Step &step, T *q, T *k, const T *v, long q_stride, long k_stride, long v_stride, T *keys,
+                T *values, T *out) {
+    const Shape &shape = step.shape;
+    long own = shape.kv_heads * shape.dim, out_stride = shape.heads * shape.dim;
+    long wanted = (4 * step.threads + step.num_rows - 1) / (step.num_rows ? step.num_rows : 1);
+    long parts = step.num_rows >= 4 * step.threads ? 1 : wanted < shape.kv_heads ? wanted : shape.kv_heads;
+#pragma omp parallel num_threads(step.threads)
+    {
+#pragma omp for schedule(static)
+        for (long row = 0; row < step.num_tokens; row++) {
+            const float *cos = step.cos ? step.cos + row * shape.dim : nullptr;
+            const float *sin = step.sin ? step.sin + row * (shape.dim / 2) : nullptr;
+            enter(q + row * q_stride, k + row * k_stride, v + row * v_stride, cos, sin, keys + step.slots[row] * own,
+                  values + step.slots[row] * own, shape.heads, shape.kv_heads, shape.dim);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (long task = 0; task < step.num_rows * parts; task++) {
+            long at = task / parts, part = task % parts, row = step.rows[at];
+            attend_of(q + row * q_stride, out + row * out_stride, keys, values, step.blocks + step.firsts[at],
+                      step.contexts[at], shape, part * shape.kv_heads / parts, (part + 1) * shape.kv_heads / parts);
+        }
+    }
+}
+
+template <typename T>
+static void norm(const T *x, const T *weight, T *out, long num_rows, long size, float eps, long threads) {
+#pragma omp parallel for num_threads(threads) if (num_rows * size > ENOUGH)
+    for (long row = 0; row < num_rows; row++) {
+        const T *own = x + row * size;
+        float square = 0;
+#pragma omp simd reduction(+ : square)
+        for (long at = 0; at < size; at++) square += wide(own[at]) * wide(own[at]);
+        float scale = 1.0f / std::sqrt(square / float(size) + eps);
+#pragma omp simd
+        for (long at = 0; at < size; at++) put(out[row * size + at], wide(own[at]) * scale * wide(weight[at]));
+    }
+}
+
+template <typename T>
+static void gated(const T *gate, const T *up, T *out, long num_rows, long size, long stride, long threads) {
+#pragma omp parallel for num_threads(threads) if (num_rows * size > ENOUGH)
+    for (long row = 0; row < num_rows; row++) {
+        const T *own = gate + row * stride, *other = up + row * stride;
+#pragma omp simd
+        for (long at = 0; at < size; at++) {
+            float value = wide(own[at]), power = exp_of(-std::fabs(value));
+            float sigmoid = (value < 0 ? power : 1.0f) / (1.0f + power);
+            put(out[row * size + at], value * sigmoid * wide(other[at]));
+        }
+    }
+}
+
+extern "C" {
+void attention_float32(const Step *step, float *q, float *k, const float *v, long q_stride, long k_stride,
+                       long v_stride, float *keys, float *values, float *out) {
+    run(*step, q, k, v, q_stride, k_stride, v_stride, keys, values, out);
+}
+void attention_bfloat16(const Step *step, BFloat16 *q, BFloat16 *k, const BFloat16 *v, long q_stride, long k_stride,
+                        long v_stride, BFloat16 *keys, BFloat16 *values, BFloat16 *out) {
+    run(*step, q, k, v, q_stride, k_stride, v_stride, keys, values, out);
+}
+void norm_float32(const float *x, const float *weight, float *out, long rows, long size, float eps, long threads) {
+    norm(x, weight, out, rows, size, eps, threads);
+}
+void norm_bfloat16(const BFloat16 *x, const BFloat16 *weight, BFloat16 *out, long rows, long size, float eps,
+                   long threads) {
+    norm(x, weight, out, rows, size, eps, threads);
+}
+void gated_float32(const float *gate, const float *up, float *out, long rows, long size, long stride, long threads) {
+    gated(gate, up, out, rows, size, stride, threads);
+}
+void gated_bfloat16(const BFloat16 *gate, const BFloat16 *up, BFloat16 *out, long rows, long size, long stride,
+                    long threads) {
+    gated(gate, up, out, rows, size, stride, threads);
+}
+}

@@ -1,0 +1,181 @@
+"""Kernels for what a step does between its products, compiled on this machine: the one place that chooses them.
+
+`kernels.cpp` is compiled once with the machine's own compiler, for its own processor, and kept in the user's cache.
+Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and everything runs as plain PyTorch.
+The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+FLAGS_OF_X86 = ("-mprefer-vector-width=512",)
+COMPILE_S = 60
+"""A compiler that takes longer is given up."""
+SWITCH = "MESHWRIGHT_KERNELS"
+"""Environment variable: set to `plain` to serve without compiled kernels."""
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Shape(Structure):
+    _fields_ = [(name, c_long) for name in ("heads", "kv_heads", "dim", "block_size")]
+
+
+class _Step(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cos", "sin", "slots", "rows", "contexts", "firsts", "blocks")),
+        ("num_tokens", c_long),
+        ("num_rows", c_long),
+        ("shape", _Shape),
+        ("threads", c_long),
+    ]
+
+
+class DecodeStep:
+    """What attention of a step needs beside its tensors, made once for all layers.
+
+    Args:
+        rotary: cos [T, 1, d] and sin [T, 1, d/2], fp32; None: positions do not turn.
+        slots: [T] of the cache, where each token's keys and values go.
+        rows: [n] tokens that are alone of their sequence, and attend here.
+        contexts: [n] tokens that each looks at, itself included.
+        firsts: [n] where its blocks begin in `blocks`.
+        blocks: of the cache. All are int64.
+        shape: query heads, key/value heads, head dim, block size.
+    """
+
+    def __init__(
+        self,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        contexts: torch.Tensor,
+        firsts: torch.Tensor,
+        blocks: torch.Tensor,
+        shape: tuple[int, int, int, int],
+    ) -> None:
+        cos, sin = rotary or (None, None)
+        self._kept = cos, sin, slots, rows, contexts, firsts, blocks  # they outlive the pointers
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
+        self.c = _Step(*pointers, len(slots), len(rows), _Shape(*shape), torch.get_num_threads())
+        self.reference = byref(self.c)
+
+
+class Kernels:
+    """The compiled kernels. Tensors are on the CPU, fp32 or bf16, and contiguous in their last dimension."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer = c_void_p
+        attention = [POINTER(_Step), pointer, pointer, pointer, c_long, c_long, c_long, pointer, pointer, pointer]
+        norm = [pointer, pointer, pointer, c_long, c_long, c_float, c_long]
+        gated = [pointer, pointer, pointer, c_long, c_long, c_long, c_long]
+        self._attention = _by_dtype(library, "attention", attention)
+        self._norm = _by_dtype(library, "norm", norm)
+        self._gated = _by_dtype(library, "gated", gated)
+
+    def attention(
+        self,
+        step: DecodeStep,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Turn queries and keys to their positions in place, write the cache, attend for the rows that decode.
+
+        Args:
+            q: [T, a·d]; k and v: [T, g·d].
+            keys: the layer's cache [slots, g, d], and values.
+            out: [T, a·d]; rows of `step` are written.
+        """
+        self._attention[q.dtype](
+            step.reference, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+            keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last dim [.., n]."""
+        x = x.contiguous()
+        out, size = torch.empty_like(x), x.shape[-1]
+        self._norm[x.dtype](
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, torch.get_num_threads()
+        )
+        return out
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up of two halves [1, T, f] of the same rows."""
+        assert gate.stride(-2) == up.stride(-2)
+        size = gate.shape[-1]
+        out = gate.new_empty(gate.shape)
+        self._gated[gate.dtype](
+            gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel() // size, size, gate.stride(-2),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> dict[torch.dtype, ctypes._CFuncPtr]:
+    found = {}
+    for dtype, suffix in NAMES.items():
+        function = getattr(library, f"{name}_{suffix}")
+        function.argtypes, function.restype = list(arguments), None
+        found[dtype] = function
+    return found
+
+
+def kernels() -> Kernels | None:
+    """The compiled kernels; None where they are switched off, or cannot be had."""
+    return None if os.environ.get(SWITCH) == "plain" else _load()
+
+
+@cache
+def _load() -> Kernels | None:
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        return None
+    try:
+        return Kernels(ctypes.CDLL(str(_compiled(compiler))))
+    except (OSError, subprocess.SubprocessError):  # no compiler that works, or nowhere to keep what it makes
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The library, compiled if this processor has none yet. Ranks that compile at once do not disturb each other."""
+    flags = [*FLAGS, *(FLAGS_OF_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
+    key = "\n".join([SOURCE.read_text(), compiler, *flags, platform.machine(), _processor(), torch.__version__])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+    library = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            out = Path(made) / library.name
+            command = [compiler, *flags, str(SOURCE), "-o", str(out)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            os.replace(out, library)
+    return library
+
+
+def _processor() -> str:
+    """What tells processors apart that need other instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,0 +1,111 @@
+"""Compiled kernels give what plain PyTorch gives, and where there are none, everything still runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.models.functions import rms_norm, swiglu
+from meshwright.serve import layers, native
+from meshwright.serve.native import DecodeStep, Kernels
+from tests.models.tiny import SPECS, random_model
+from tests.serve.test_engine import GREEDY, alone, make, prompts_of, tokens
+
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = native.kernels()
+    if found is None:
+        pytest.skip("no compiler here")
+    return found
+
+
+def attended(kernels: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int, threads: int = 1):
+    """Attention of rows with several contexts by the kernel, and by PyTorch in float64."""
+    generator = torch.Generator().manual_seed(0)
+    contexts = [1, 2, 15, 16, 17, 40]
+    per_sequence = -(-max(contexts) // block)
+    blocks = torch.randperm(len(contexts) * per_sequence, generator=generator)
+    cache = torch.randn(2, len(blocks) * block, kv_heads, size, generator=generator).to(dtype)
+    wide = torch.randn(len(contexts), (heads + 2 * kv_heads) * size, generator=generator).to(dtype)
+    q, k, v = wide.clone().split([heads * size, kv_heads * size, kv_heads * size], -1)
+    firsts = torch.arange(len(contexts)) * per_sequence
+    slots = torch.stack([blocks[f + (c - 1) // block] * block + (c - 1) % block for f, c in zip(firsts, contexts)])
+    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    rows = torch.arange(len(contexts))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        shape = (heads, kv_heads, size, block)
+        step = DecodeStep(None, slots, rows, torch.tensor(contexts), firsts, blocks, shape)
+        kernels.attention(step, q, k, v, cache[0], cache[1], out)
+    finally:
+        torch.set_num_threads(before)
+    expected = []
+    for row, (first, context) in enumerate(zip(firsts.tolist(), contexts)):
+        positions = torch.arange(context)
+        at = blocks[first + positions // block] * block + positions % block
+        assert torch.equal(cache[0][at[-1]].flatten(), k[row]), "the row's own key is in the cache"
+        keys, values = (side[at].double().transpose(0, 1)[None] for side in cache)
+        query = q[row].double().view(1, heads, 1, size)
+        expected.append(F.scaled_dot_product_attention(query, keys, values, enable_gqa=True).flatten())
+    return out.double(), torch.stack(expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [(4, 4, 64, 16), (6, 2, 8, 4), (4, 1, 128, 40)])
+def test_attention_reads_the_cache_by_its_blocks(kernels, dtype, heads, kv_heads, size, block):
+    for threads in (1, 2):
+        found, expected = attended(kernels, dtype, heads, kv_heads, size, block, threads)
+        torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert (found[1] - expected[2]).abs().max() > 0.1, "a control: rows differ"
+
+
+@DTYPES
+def test_norms_and_gates(kernels, dtype):
+    x, up = torch.randn(2, 7, 96).to(dtype).unbind()
+    weight = torch.randn(96).to(dtype)
+    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    torch.testing.assert_close(kernels.norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5), **close)
+    gate = 20 * x
+    torch.testing.assert_close(kernels.gated(gate[None], up[None])[0], swiglu(gate, up), **close)
+    both = torch.cat((gate, up), -1)[None]
+    halves = kernels.gated(*both.split(96, -1))
+    assert torch.equal(halves, kernels.gated(gate[None], up[None])), "halves of one product"
+
+
+@DTYPES
+def test_what_is_not_finite_stays_so(kernels, dtype):
+    bad = torch.tensor([[[float("nan"), float("inf"), 1.0, -1.0]]]).to(dtype)
+    assert kernels.gated(bad, torch.ones_like(bad)).isfinite().tolist() == [[[False, False, True, True]]]
+    assert kernels.norm(bad[..., :1], torch.ones(1, dtype=dtype), 1e-5).isnan().all()
+
+
+def test_models_of_every_kind_run_plainly_too(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "plain")
+    for name in ("llama", "qwen3-wide-heads", "gpt2"):
+        model = random_model(SPECS[name])
+        prompts = prompts_of(model, 1, 7, 20)
+        engine = make(model, step_tokens=8)
+        assert not any(isinstance(module, layers.NativeAttention) for module in engine.runner._model.modules())
+        assert tokens(engine.generate(prompts, GREEDY)) == [alone(model, prompt) for prompt in prompts]
+
+
+def test_kernels_are_used_where_they_are(kernels):
+    names = {type(m).__name__ for m in make(random_model(SPECS["llama"])).runner._model.modules()}
+    assert {"NativeAttention", "NativeMLP", "NativeNorm", "JoinedProjections", "PackedLinear"} <= names
+    plain = {type(m).__name__ for m in make(random_model(SPECS["llama"], torch.float64)).runner._model.modules()}
+    assert "PagedCore" in plain
+    assert "NativeAttention" not in plain
+
+
+def test_a_compiler_that_fails_is_done_without(monkeypatch, tmp_path):
+    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native._load.__wrapped__() is None
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert native._load.__wrapped__() is None
