@@ -102,6 +102,24 @@ def test_parameters_and_gradients_are_read_and_written_in_the_step(cluster, job)
     assert slow.step_time.pipeline_s > fast.step_time.pipeline_s
 
 
+def test_kept_activations_leave_and_take_their_time(cluster, job):
+    """A slow host is waited for; a fast one is not."""
+    one, offload = cluster(1, 1), {"offload": Offload(activations="cpu"), "micro_batch_size": 1}
+    chosen = plan(MODEL, one, job, offload).plan.strategy
+    stays = chosen.model_copy(update={"offload": Offload()})
+    away, here = (price(MODEL, one, job, strategy) for strategy in (chosen, stays))
+    assert away.memory.activations_bytes < here.memory.activations_bytes
+    kept = away.memory.host_bytes
+    ends = here.memory.activations_bytes - kept
+    layer = kept // MODEL.num_layers
+    assert 2 * layer <= away.memory.activations_bytes < 2 * layer + ends, "two layers, beside what the embedding keeps"
+    fast, slow = (price(MODEL, with_(one, host_bandwidth_bytes_per_s=s), job, chosen) for s in (1e15, 1e6))
+    moved_s = 2 * kept * chosen.num_micro_batches / 1e6
+    assert slow.step_time.pipeline_s == pytest.approx(moved_s, rel=0.3)
+    assert fast.step_time.pipeline_s == pytest.approx(away.step_time.pipeline_s, rel=1e-3)
+    assert "is not timed" in plan(MODEL, one, job, offload).plan.why
+
+
 def test_advice_is_offered(small, job):
     words = dict(advise(MODEL, small, job))
     assert "offload" in words["S2"]

@@ -38,7 +38,7 @@ def expert_degree(s: Strategy, model: ModelSpec) -> str | None:
             return f"expert.degree={s.ep} does not divide {what} {total}"
     for name, is_set in (
         (f"`{model.name}`, which has no experts", not model.num_experts),
-        ("offload", s.offload.is_used),
+        ("offload of states", s.offload.moves_states),
         (f"shard_over={s.shard_over}", s.shard_over != "all"),
         (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
     ):

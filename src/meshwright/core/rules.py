@@ -168,7 +168,7 @@ def _asynchronous(c: Case) -> str | None:
         (f"zero={s.zero}", s.zero > 0, "zero=0"),
         (f"precision={s.precision}", s.recipe.scales_loss, "bf16"),
         (f"tied embeddings of `{c.model.name}` over pp={s.pp}", c.model.tied_embeddings and s.pp > 1, "pp=1"),
-        (f"offload.optimizer={s.offload.optimizer}", s.offload.is_used, "no offload"),
+        (f"offload.optimizer={s.offload.optimizer}", s.offload.moves_states, "no offload of states"),
     ):
         if is_set:
             return f"{name} with schedule={s.schedule}; take {instead}, or schedule=1f1b"
@@ -302,8 +302,8 @@ RULES = (
     ),
     Rule(
         "expert-degree",
-        "expert.degree divides the experts and the ranks dp × context.degree; expert.tensor is tp; no offload, "
-        "sharding over a node or asynchronous schedule beside it",
+        "expert.degree divides the experts and the ranks dp × context.degree; expert.tensor is tp; no offload of "
+        "states, sharding over a node or asynchronous schedule beside it",
         "each rank holds equally many experts of every layer, whose gradients are summed over the ranks that hold them "
         "too",
         lambda c: expert_degree(c.strategy, c.model),
@@ -396,7 +396,8 @@ RULES = (
     ),
     Rule(
         "asynchronous",
-        "an asynchronous schedule needs zero=0, no loss scale, no weight that two stages share, and no offload",
+        "an asynchronous schedule needs zero=0, no loss scale, no weight that two stages share, and no offload of "
+        "states",
         "each stage updates by itself, while others are at other micro-batches",
         _asynchronous,
     ),

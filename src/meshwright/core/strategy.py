@@ -38,7 +38,7 @@ Recompute = Literal["none", "full", "selective"]
 
 
 class Offload(Value):
-    """Which states leave the device between their uses, and where to (Ren et al. 2021; Rajbhandari et al. 2021)."""
+    """What leaves the device between its uses, and where to (Ren et al. 2021; Rajbhandari et al. 2021)."""
 
     optimizer: Tier = "none"
     """Moments and master copies."""
@@ -46,6 +46,8 @@ class Offload(Value):
     """This rank's shard of the parameters; needs zero=3."""
     gradients: Tier = "none"
     """This rank's shard of the gradients; needs zero=2 or 3."""
+    activations: Literal["none", "cpu"] = "none"
+    """What layers keep for backward; each layer's comes back one layer ahead of its backward."""
     path: str | None = None
     """Folder of the disk tier, one of each node's own."""
     delayed: bool = False
@@ -55,11 +57,24 @@ class Offload(Value):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
+        """Of the states."""
         return (self.optimizer, self.parameters, self.gradients)
 
     @property
-    def is_used(self) -> bool:
+    def all_tiers(self) -> tuple[Tier, ...]:
+        return (*self.tiers, self.activations)
+
+    @property
+    def moves_states(self) -> bool:
         return any(tier != "none" for tier in self.tiers)
+
+    @property
+    def moves_activations(self) -> bool:
+        return self.activations != "none"
+
+    @property
+    def is_used(self) -> bool:
+        return self.moves_states or self.moves_activations
 
 
 class Strategy(Value):

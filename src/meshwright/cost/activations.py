@@ -272,7 +272,7 @@ def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list
 
     On a grid every rank looks up the ids of its whole grid.
     """
-    tokens = b * s // strategy.grid.sizes.get(TP_DEPTH, 1)
+    tokens = b * s // strategy.cp // strategy.grid.sizes.get(TP_DEPTH, 1)
     terms = [ByteTerm("token ids", tokens * _INDEX_BYTES), ByteTerm("ids of other ranks", tokens * _FLAG_BYTES)]
     positions = s // strategy.hidden_parts[1]
     return [*terms, ByteTerm("positions", positions * _INDEX_BYTES)] if spec.positions == "learned" else terms

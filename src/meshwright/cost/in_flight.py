@@ -89,8 +89,8 @@ def _walk(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Instant]:
         at = stages.index(action.stage)
         if action.kind is Kind.F:
             live[at] += 1
-            if following is None or following.kind is not Kind.F:
-                yield Instant(tuple(live), tuple(postponed), Kind.F, 0)
+            if following is None or (following.kind, following.stage) != (Kind.F, action.stage):
+                yield Instant(tuple(live), tuple(postponed), Kind.F, at)
         elif action.kind in (Kind.B, Kind.I):
             yield Instant(tuple(live), tuple(postponed), action.kind, at)
             live[at] -= 1

@@ -31,6 +31,7 @@ from meshwright.core.schedule import StageTimes
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Collectives, Compute, stage_compute
+from meshwright.cost.memory import moved_units
 from meshwright.cost.network import boundary_link, flat_s, route
 from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
 from meshwright.cost.terms import TimeTerm, total_s
@@ -262,7 +263,23 @@ def _moves(
     sums_s = tiers.sums_s / (m * per_rank)
     sums = (TimeTerm("offloaded gradients", sums_s),) if strategy.offload.gradients != "none" else ()
     waits = _blocking(model, job, strategy, cluster, stage, stack)
-    return _Moves((*fetches[0], *waits), (*fetches[1], *sums, *waits), gathers_s[1])
+    away = [_moving(model, job, strategy, cluster, stage, compute_s) for compute_s in windows]
+    return _Moves((*fetches[0], *away[0], *waits), (*fetches[1], *sums, *away[1], *waits), gathers_s[1])
+
+
+def _moving(
+    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stage: int, compute_s: float
+) -> tuple[TimeTerm, ...]:
+    """What the copies of kept activations add, one way: of the first unit all, of the others what they take longer than
+    what runs meanwhile. CPU ranks copy by themselves, and hide nothing."""
+    speed = cluster.tier_bytes_per_s("cpu")
+    if not strategy.offload.moves_activations or speed is None:
+        return ()
+    num_units, num_bytes = moved_units(model, job, strategy, stage)
+    seconds = num_bytes / speed[0]
+    hides = cluster.backend != "gloo" and num_units > 0
+    hidden_s = min(seconds, compute_s) * (1 - 1 / num_units) if hides else 0.0
+    return (TimeTerm("offloaded activations", seconds - hidden_s),)
 
 
 def _blocking(

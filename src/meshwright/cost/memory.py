@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 
 from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
@@ -17,6 +17,7 @@ from meshwright.core.job import Job
 from meshwright.core.layouts import Context, SequenceKind, Tensor
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
+from meshwright.core.offload import TierTraffic
 from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.program import Kind
 from meshwright.core.sharding import sharding
@@ -49,8 +50,8 @@ def memory(
     asynchronous schedule the parameters count as often as it keeps versions of them (Narayanan et al. 2019, §3.3).
     """
     buckets = rank_buckets(model, strategy, at) if buckets is None else buckets
-    kept_bytes = activations_bytes(model, job, strategy, at[PP])
-    return replace(constant_memory(model, job, strategy, at, buckets), activations_bytes=kept_bytes)
+    kept = next(activations_by_rank(model, job, strategy, [at[PP]]))
+    return kept.beside(constant_memory(model, job, strategy, at, buckets))
 
 
 def constant_memory(
@@ -112,26 +113,67 @@ def activations_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int)
     layers have come back. Where backward is split, what I frees is no more than what it keeps for W, and while it is in
     a layer, gradients that its products keep come on top.
     """
-    return next(activations_by_rank(model, job, strategy, [rank]))
+    return next(activations_by_rank(model, job, strategy, [rank])).device_bytes
 
 
-def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[int]:
-    """:func:`activations_bytes` of several pipeline ranks."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Of one pipeline rank, at most."""
+
+    device_bytes: int
+    host_bytes: int
+    """What layers keep, where it is offloaded."""
+
+    def beside(self, constant: MemoryBreakdown) -> MemoryBreakdown:
+        """All that the rank holds."""
+        host_bytes = constant.host_bytes + self.host_bytes
+        return replace(constant, activations_bytes=self.device_bytes, host_bytes=host_bytes)
+
+
+def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[Activations]:
+    """:func:`activations_bytes` of several pipeline ranks, and what they keep on the host."""
     asked = list(ranks)
     for rank, fullest in zip(asked, instants(strategy, asked), strict=True):
-        yield held_bytes(model, job, strategy, rank, fullest)
+        yield held_activations(model, job, strategy, rank, fullest)
 
 
-def held_bytes(model: ModelSpec, job: Job, strategy: Strategy, rank: int, fullest: Iterable[Instant]) -> int:
-    """Activations of a pipeline rank at the worst of these instants."""
-    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
-    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
-    layers, parts = strategy.stage_layers(model.num_layers), strategy.num_parts
+def held_activations(
+    model: ModelSpec, job: Job, strategy: Strategy, rank: int, fullest: Iterable[Instant]
+) -> Activations:
+    """Of a pipeline rank at the worst of these instants."""
+    part, layers, parts = _part(model, job, strategy), strategy.stage_layers(model.num_layers), strategy.num_parts
+    is_moved = strategy.offload.moves_activations
+    kind = _MovedStageBytes if is_moved else _StageBytes
     stages = [
-        _StageBytes(part, _units(model, part, strategy, layers[s]), s % parts == 0, s % parts == parts - 1)
+        kind(part, _units(model, part, strategy, layers[s]), s % parts == 0, s % parts == parts - 1)
         for s in strategy.rank_stages(rank)
     ]
-    return max(_held(instant, stages) for instant in fullest)
+    moved = (sum(live * stage.moved for live, stage in zip(at.live, stages, strict=True)) for at in fullest)
+    return Activations(max(_held(instant, stages) for instant in fullest), max(moved) if is_moved else 0)
+
+
+def moved_units(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> tuple[int, int]:
+    """(units, bytes) that one micro-batch moves to the host on a stage, and back; none where nothing is moved."""
+    if not strategy.offload.moves_activations:
+        return 0, 0
+    part = _part(model, job, strategy)
+    units = _units(model, part, strategy, strategy.stage_layers(model.num_layers)[stage])
+    return sum(count for _, count in units), sum(unit.kept * count for unit, count in units)
+
+
+def moved_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> TierTraffic:
+    """What a pipeline rank's layers write to the host in a step, and read from it: each unit once, both ways."""
+    total, m = TierTraffic(), strategy.micro_batches_per_stage
+    for stage in strategy.rank_stages(rank):
+        count, num_bytes = moved_units(model, job, strategy, stage)
+        total.add_writes("activations", m * num_bytes, m * count)
+        total.add_reads("activations", m * num_bytes, m * count)
+    return total
+
+
+def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
+    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
+    return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
 def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) -> tuple[tuple[_Unit, int], ...]:
@@ -155,10 +197,10 @@ def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) ->
 def _held(instant: Instant, stages: Sequence[_StageBytes]) -> int:
     counts = zip(instant.live, instant.postponed, stages, strict=True)
     held = sum(live * stage.kept + postponed * stage.postponed for live, postponed, stage in counts)
-    return held + (stages[instant.stage].more(instant.runs) if instant.runs is not Kind.F else 0)
+    return held + stages[instant.stage].more(instant.runs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _StageBytes:
     """What one micro-batch keeps on one stage."""
 
@@ -170,8 +212,22 @@ class _StageBytes:
     @property
     def kept(self) -> int:
         """From forward to backward."""
-        units = sum(unit.kept * count for unit, count in self.units)
-        return units + self.part.front * self.is_first + self.part.back * self.is_last
+        return self.in_units + self.ends
+
+    @property
+    def in_units(self) -> int:
+        """Of it, by layers."""
+        return sum(unit.kept * count for unit, count in self.units)
+
+    @property
+    def ends(self) -> int:
+        """Of it, by embedding and head."""
+        return self.part.front * self.is_first + self.part.back * self.is_last
+
+    @property
+    def moved(self) -> int:
+        """On the host meanwhile."""
+        return 0
 
     @property
     def postponed(self) -> int:
@@ -181,6 +237,8 @@ class _StageBytes:
     def more(self, runs: Kind) -> int:
         """At most beyond `kept`, while its backward runs: in one of its units, when those behind it are done."""
         part = self.part
+        if runs is Kind.F:
+            return 0
         if runs is Kind.B:
             return max(self._within(0)) - part.back * self.is_last
         return max(self._within(1)) + (part.postponed_back - part.back) * self.is_last
@@ -195,6 +253,38 @@ class _StageBytes:
             yield behind + most
             yield behind + (count - 1) * of_one + most
             behind += count * of_one
+
+
+@dataclass(frozen=True)
+class _MovedStageBytes(_StageBytes):
+    """Likewise, if layers keep it on the host: on the device are two units at a time, one that runs, and one on its way
+    (`parallel.offload.activations`)."""
+
+    @property
+    def kept(self) -> int:
+        return self.ends
+
+    @property
+    def moved(self) -> int:
+        return self.in_units
+
+    def more(self, runs: Kind) -> int:
+        """While its forward runs, or its backward: its last unit is there before head and loss are gone, the others
+        with the one that comes next."""
+        units = [unit for unit, count in self.units for _ in range(count)]
+        if not units:
+            return 0
+        back, postponed_back = self.part.back * self.is_last, self.part.postponed_back * self.is_last
+        pairs = list(zip(units, [0, *(unit.kept for unit in units[:-1])], strict=True))
+        if runs is Kind.F:
+            inside = max(unit.kept + before for unit, before in pairs) - back
+        elif runs is Kind.B:
+            inside = max(unit.most + before for unit, before in pairs) - back
+        else:
+            behind = accumulate((unit.postponed for unit in reversed(units)), initial=0)
+            inside = max(unit.most_split + before + of_w for (unit, before), of_w in zip(reversed(pairs), behind))
+            inside += postponed_back - back
+        return max(units[-1].kept, inside)
 
 
 @dataclass(frozen=True, slots=True)

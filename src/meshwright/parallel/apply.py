@@ -1,9 +1,11 @@
 """The composition, in one visible order:
 
-cut → share tokens → shard → drop → bind → write gradients directly → tile → recompute → split → reduce → gather → run.
+cut → share tokens → shard → drop → bind → write gradients directly → tile → recompute → keep elsewhere → split →
+reduce → gather → run.
 
 plain model ─▶ pipeline.cut ─▶ context.apply ─▶ tensor.apply ─▶ dropout.apply ─▶ states (placements) ─▶ direct.apply ─▶
-tiling.apply ─▶ recompute.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner (─▶ EndlessPipeline)
+tiling.apply ─▶ recompute.apply ─▶ activations.apply ─▶ pipeline.split (stages) ─▶ data ─▶ gather ─▶ StageRunner
+(─▶ EndlessPipeline)
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.grids import apply as grids
 from meshwright.parallel.grids.apply import own_sequences
 from meshwright.parallel.loss import Slice, cross_entropy_sum
+from meshwright.parallel.offload import activations
+from meshwright.parallel.offload.activations import KeptActivations
+from meshwright.parallel.offload.tier import HostTier
+from meshwright.parallel.offload.unseen import UnseenTier
 from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.routers import Routers
 from meshwright.parallel.shards import gather_start
@@ -103,6 +109,8 @@ class ParallelModel:
         self.tiles = tiling.apply(self.states, mesh, strategy)
         again = self.routers.again if self.routers else nullcontext
         recompute.apply(model.layers, spec, strategy, mesh, again)
+        self.activations = self._keep_elsewhere(model)
+        """Where layers leave what they keep for backward; None: it stays on the device."""
         stages = pipeline.split(model, spec, strategy, mesh[PP].index)
         self.reducer = GradientReducer(self.states, mesh)
         self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)
@@ -114,6 +122,7 @@ class ParallelModel:
             self.reducer,
             self.gatherer,
             self.products,
+            self.activations,
             _hidden_shape(spec, strategy),
             DTYPES[strategy.recipe.parameter],
         )
@@ -130,6 +139,15 @@ class ParallelModel:
         self.runner.on_micro_batch = self.masks.enter
         self._pending_reduction = False
         self._rows: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
+
+    def _keep_elsewhere(self, model: nn.Module) -> KeptActivations | None:
+        if not self.strategy.offload.moves_activations:
+            return None
+        device = self.mesh.device
+        tier = UnseenTier.like("cpu") if device.type == "meta" else HostTier(device)
+        kept = KeptActivations(tier, device, self._lasting)
+        activations.apply(model.layers, kept)
+        return kept
 
     def forward_backward(
         self,
@@ -268,9 +286,13 @@ class ParallelModel:
 
     def census(self) -> ActivationCensus:
         """A context that counts what autograd keeps of this model's activations."""
+        keepers = [self.products, *([self.activations] if self.activations else [])]
+        return ActivationCensus(self._lasting(), keepers)
+
+    def _lasting(self) -> list[torch.Tensor]:
+        """Memory that is there as long as the model."""
         kept = self.endless.versions.memory if self.endless else [bucket.parameters for bucket in self.states.buckets]
-        ignored = [*kept, *self.constants()]
-        return ActivationCensus(ignored, self.products)
+        return [*kept, *self.constants()]
 
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` on one of the tp ranks that have the same tokens, zero on the others."""

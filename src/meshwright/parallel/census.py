@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.parallel.products import Products
+
+class Keeper(Protocol):
+    """What has to say what it keeps: postponed products, or activations that leave the device."""
+
+    keep: Callable[[torch.Tensor], object]
+    """Called with what is kept; what it returns is held as long."""
 
 
 class _Kept:
@@ -26,15 +33,15 @@ class _Kept:
 class ActivationCensus:
     """Context in which the memory that forward leaves for backward is counted, each storage once.
 
-    Storages that were there before (parameters, constant tables) do not count; name them in `ignore`. What postponed
-    weight gradients keep counts too; name where they are left.
+    Storages that were there before (parameters, constant tables) do not count; name them in `ignore`. What is kept
+    besides counts too; name the keepers.
 
     Attributes:
         peak_bytes: largest sum of kept storages so far.
     """
 
-    def __init__(self, ignore: list[torch.Tensor], products: Products | None = None) -> None:
-        self._products = products or Products()
+    def __init__(self, ignore: list[torch.Tensor], keepers: Sequence[Keeper] = ()) -> None:
+        self._keepers = keepers
         self._ignored = {t.untyped_storage()._cdata for t in ignore}
         self._uses: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
@@ -44,14 +51,16 @@ class ActivationCensus:
 
     def __enter__(self) -> ActivationCensus:
         self._hooks.__enter__()
-        self._products.keep = lambda tensor: _Kept(self, tensor)
+        for keeper in self._keepers:
+            keeper.keep = lambda tensor: _Kept(self, tensor)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        self._products.keep = lambda tensor: None
+        for keeper in self._keepers:
+            keeper.keep = lambda tensor: None
 
     def _add(self, tensor: torch.Tensor) -> int:
         """The storage, by itself and not by its memory: in a rehearsal there is none."""

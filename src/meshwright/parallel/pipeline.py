@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +35,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.parallel.context.share import Share
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
+from meshwright.parallel.offload.activations import KeptActivations
 from meshwright.parallel.products import Product, Products
 
 MAX_SENDS = 4
@@ -83,12 +86,42 @@ class _Stage:
     after: int | None
 
 
+class _Enter(torch.autograd.Function):
+    """x, of which only those who keep it for backward still know; its gradient is left in `into`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, into: _Input) -> torch.Tensor:
+        ctx.into = into
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.into.grad = grads[0]
+        return None, None, None
+
+
+class _Input:
+    """A stage's input until it is used, and its gradient from backward on."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x: torch.Tensor | None = x
+        self.grad: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """To be called once."""
+        x, self._x = self._x, None
+        assert x is not None
+        if not torch.is_grad_enabled():
+            return x
+        return _Enter.apply(torch.empty(0, requires_grad=True), x, self)
+
+
 @dataclass(slots=True)
 class _InFlight:
     """What a stage keeps of one micro-batch between its forward and its backward."""
 
-    into: torch.Tensor | None = None
-    """Input, a leaf that collects the gradient to pass back; None on the first stage."""
+    into: _Input | None = None
+    """Input, and the gradient to pass back; None on the first stage."""
     out: torch.Tensor | None = None
     """Output until it is sent."""
     edge: GradientEdge | None = None
@@ -120,6 +153,7 @@ class StageRunner:
         stages: number → module, as :func:`split` returns them.
         loss: (logits, labels) → sum of the counted tokens' losses; called on the last stage.
         products: where linear layers leave their weight gradients.
+        activations: where layers leave what they keep for backward; None: it stays on the device.
         hidden_shape: shape [b, n] of this rank's tokens → shape of its part of a boundary tensor.
         dtype: of the boundary tensors.
     """
@@ -133,6 +167,7 @@ class StageRunner:
         reducer: GradientReducer,
         gatherer: Gatherer,
         products: Products,
+        activations: KeptActivations | None,
         hidden_shape: Callable[[torch.Size], tuple[int, int, int]],
         dtype: torch.dtype,
     ) -> None:
@@ -143,6 +178,7 @@ class StageRunner:
         self._reducer = reducer
         self._gatherer = gatherer
         self._products = products
+        self._activations = activations
         self.trace: list[tuple[Action, float, float]] | None = None
         """Set to a list to record (action, start, end) in seconds; None records nothing."""
         self.before_backward: Callable[[], None] = lambda: None
@@ -206,12 +242,12 @@ class StageRunner:
         return torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=tokens.device)
 
     def _forward(self, step: UnderWay, action: Action) -> None:
-        stage, k, trains = self._stages[action.stage], action.micro_batch, torch.is_grad_enabled()
+        stage, k = self._stages[action.stage], action.micro_batch
         self.on_micro_batch(k)
         share = step.micro_batches[k]
         flight = step.in_flight.setdefault((action.stage, k), _InFlight())
-        with self._mesh.ledger.phase("forward"), self._gatherer.forward(action.stage):
-            out = stage.module(share.tokens if flight.into is None else flight.into, *share.further)
+        with self._mesh.ledger.phase("forward"), self._gatherer.forward(action.stage), self._keeping(action, share):
+            out = stage.module(share.tokens if flight.into is None else flight.into.take(), *share.further)
             if stage.after is None:
                 out = self._loss(out, share.labels)
                 step.losses.append(out.detach())
@@ -219,17 +255,25 @@ class StageRunner:
         if stage.after is None:
             flight.gradient = step.loss_gradients[k].to(out.dtype)
         elif stage.after == self._pp.index:
-            step.in_flight[action.stage + 1, k] = _InFlight(into=out.detach().requires_grad_(trains))
+            step.in_flight[action.stage + 1, k] = _InFlight(into=_Input(out.detach()))
         else:
             flight.out = out
-        if not trains and flight.out is None:
+        if not torch.is_grad_enabled() and flight.out is None:
             del step.in_flight[action.stage, k]  # evaluation: nothing comes back
+
+    def _keeping(self, action: Action, share: Share) -> AbstractContextManager[None]:
+        """Around a forward: what its layers keep leaves the device, if that is asked for."""
+        if self._activations is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._activations.forward(action.stage, action.micro_batch, share.tensors)
 
     def _backward(self, step: UnderWay, action: Action) -> None:
         flight = step.in_flight[action.stage, action.micro_batch]
         self.before_backward()
         self._reducer.start_backward(action.stage)
         self.on_micro_batch(action.micro_batch)
+        if self._activations is not None:
+            self._activations.ask(action.stage, action.micro_batch)
         with self._mesh.ledger.phase("backward"), self._gatherer.backward(action.stage):
             if flight.edge is not None:
                 torch.autograd.backward(flight.edge, flight.gradient)
@@ -270,8 +314,7 @@ class StageRunner:
     def _receive_forward(self, step: UnderWay, action: Action) -> None:
         into, source = self._boundary(step, action.micro_batch), self._stages[action.stage].before
         recv_start(into, self._pp, source, _tag(step, action)).wait()
-        flight = _InFlight(into=into.requires_grad_(torch.is_grad_enabled()))
-        step.in_flight[action.stage, action.micro_batch] = flight
+        step.in_flight[action.stage, action.micro_batch] = _InFlight(into=_Input(into))
 
     def _send_backward(self, step: UnderWay, action: Action) -> None:
         flight, to = step.in_flight.pop((action.stage, action.micro_batch)), self._stages[action.stage].before

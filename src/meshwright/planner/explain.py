@@ -123,7 +123,7 @@ def _limits(winner: Forecast, pricer: Pricer) -> str:
 
 def _unpriced(strategy: Strategy, cluster: ClusterSpec) -> str:
     """Which transfers cost nothing in these seconds, because the cluster does not state how fast they are."""
-    tiers = [tier for tier in dict.fromkeys(strategy.offload.tiers) if tier != "none"]
+    tiers = [tier for tier in dict.fromkeys(strategy.offload.all_tiers) if tier != "none"]
     named = {"cpu": "the host (host_bandwidth_bytes_per_s)", "disk": "the disk (disk_read_bytes_per_s and _write_)"}
     unknown = [named[tier] for tier in tiers if cluster.tier_bytes_per_s(tier) is None]
     return (

@@ -35,7 +35,7 @@ from meshwright.cost.latency import (
     joined_costs,
     seconds_by_phase,
 )
-from meshwright.cost.memory import constant_memory, held_bytes
+from meshwright.cost.memory import Activations, constant_memory, held_activations
 from meshwright.cost.offload import offload_forecast
 from meshwright.cost.stack_memory import with_stack
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
@@ -238,28 +238,29 @@ class Parts:
 
         Index 0 of dp and tp has the larger part where a split is uneven.
         """
-        fullest: dict[int, tuple[int, int]] = {}
+        fullest: dict[int, tuple[int, int, Activations]] = {}
         kinds = self.keys(s).kinds
         for rank, instants in fullest_ranks(s, kinds).items():
-            kept_bytes = self._kept(s, rank, instants)
+            kept = self._kept(s, rank, instants)
+            kept_bytes = kept.device_bytes + kept.host_bytes
             if kinds[rank] not in fullest or kept_bytes > fullest[kinds[rank]][0]:
-                fullest[kinds[rank]] = kept_bytes, rank
-        ranks = sorted((rank, kept_bytes) for kept_bytes, rank in fullest.values())
-        return {rank: self._memory(s, rank, kept_bytes) for rank, kept_bytes in ranks}
+                fullest[kinds[rank]] = kept_bytes, rank, kept
+        ranks = sorted(fullest.values(), key=lambda found: found[1])
+        return {rank: self._memory(s, rank, kept) for _, rank, kept in ranks}
 
-    def _kept(self, s: Strategy, rank: int, instants: tuple[Instant, ...]) -> int:
-        keys = self.keys(s)
+    def _kept(self, s: Strategy, rank: int, instants: tuple[Instant, ...]) -> Activations:
+        keys, is_moved = self.keys(s), s.offload.moves_activations
         return self._once(
-            ("kept", keys.place, s.micro_batch_size, keys.again, keys.kinds[rank], instants),
-            lambda: held_bytes(self.model, self.job, s, rank, instants),
+            ("kept", keys.place, s.micro_batch_size, keys.again, is_moved, keys.kinds[rank], instants),
+            lambda: held_activations(self.model, self.job, s, rank, instants),
         )
 
-    def _memory(self, s: Strategy, rank: int, kept_bytes: int) -> MemoryBreakdown:
+    def _memory(self, s: Strategy, rank: int, kept: Activations) -> MemoryBreakdown:
         constant = self._once(
             ("constant", self.keys(s).once, self.keys(s).moved, rank),
             lambda: constant_memory(self.model, self.job, s, first_of(rank), self.held(s, rank).buckets),
         )
-        own = replace(constant, activations_bytes=kept_bytes)
+        own = kept.beside(constant)
         if self.stack == OWN:
             return own
         return with_stack(own, self.model, self.job, s, rank, self.held(s, rank).num_parameters, self.stack)

@@ -17,11 +17,13 @@ from meshwright.planner.price import Forecast, Pricer
 
 KINDS = ("optimizer", "gradients", "parameters")
 """What may be offloaded, in the order in which a step misses it least."""
-OFFLOADS = tuple(
-    Offload(**dict.fromkeys(KINDS[:count], tier), path="FOLDER" if tier == "disk" else None)
+_STATES = {
+    tier: [
+        Offload(**dict.fromkeys(KINDS[:count], tier), path="FOLDER" if tier == "disk" else None) for count in (1, 2, 3)
+    ]
     for tier in ("cpu", "disk")
-    for count in (1, 2, 3)
-)
+}
+OFFLOADS = (*_STATES["cpu"], Offload(activations="cpu"), *_STATES["disk"])
 """What is tried, the fastest first."""
 MAX_GROWTH = 64
 """How many times more nodes are tried."""
@@ -77,7 +79,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, 
 def _offloaded(found: Forecast, cluster: ClusterSpec) -> str:
     """How to ask for it, and what each node must have for it."""
     offload, held = found.strategy.offload, found.memory
-    named = [f"{kind}:{getattr(offload, kind)}" for kind in KINDS if getattr(offload, kind) != "none"]
+    named = [f"{kind}:{getattr(offload, kind)}" for kind in (*KINDS, "activations") if getattr(offload, kind) != "none"]
     named += [f"path:{offload.path}"] if offload.path else []
     needed = ((held.host_bytes, "of the host's memory"), (held.disk_bytes, "of disk"))
     per_node = " and ".join(f"{format_bytes(n * cluster.devices_per_node)} {what}" for n, what in needed if n)

@@ -46,7 +46,7 @@ def _kinds(plan: Plan) -> Iterator[tuple[dict[str, int], tuple[object, ...], int
             at = {PP: pp, DP: 0, CP: 0, TP: tp}
             buckets = rank_buckets(plan.model, strategy, at)
             held = tuple((b.numel, b.sum_over, _sizes(b)) for b in buckets)
-            if not strategy.offload.is_used:
+            if not strategy.offload.moves_states:
                 yield at, (pp, held), strategy.data_ranks
                 continue
             for index in range(strategy.data_ranks):

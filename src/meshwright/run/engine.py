@@ -65,6 +65,8 @@ class Engine:
         self.optimizer = FlatOptimizer(self.parallel.states, mesh, options)
         self.last_traffic = Traffic()
         """What this rank sent in the last step."""
+        self._last_kept: TierTraffic | None = None
+        """What activations passed to the host and back in it, where they are offloaded."""
         self.last_waits_s: dict[str, float] = {}
         """Phase → seconds of the last step that this rank stood still for communication."""
         self.last_routing: RouterReport | None = None
@@ -75,7 +77,10 @@ class Engine:
     @property
     def last_tier_traffic(self) -> dict[str, TierTraffic]:
         """Tier → what this rank read from it and wrote to it in the last step, where anything is offloaded."""
-        return self.optimizer.tier_traffic
+        found = dict(self.optimizer.tier_traffic)
+        if (kept := self._last_kept) is not None:
+            found["cpu"] = TierTraffic({**found.get("cpu", kept).rows, **kept.rows})
+        return found
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, the same whatever the layout."""
@@ -153,7 +158,7 @@ class Engine:
         self.parallel.gather_parameters()
         self.parallel.zero_gradients()
         self.parallel.masks.step += 1
-        self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
+        self._count()
         return StepStats(total, norm, skipped, scale, router_loss)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepStats:
@@ -181,8 +186,14 @@ class Engine:
         loss = self.parallel.step(micro_batches, learning_rate, self._update_by_itself)
         loss = loss if wrong is None else loss.masked_fill(wrong, nan)
         norm, total = self.optimizer.norm_and_loss(self.parallel.own_loss(loss), self._last_square)
-        self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
+        self._count()
         return StepStats(total, norm, torch.zeros_like(norm, dtype=torch.bool), torch.ones_like(norm))
+
+    def _count(self) -> None:
+        """What passed in the step that has ended."""
+        self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
+        if (kept := self.parallel.activations) is not None:
+            self._last_kept = kept.take()
 
     def _update_by_itself(self, learning_rate: float, is_last: bool) -> None:
         if is_last:
@@ -226,8 +237,9 @@ class Engine:
     def close(self) -> None:
         """Give up what is offloaded, and with it the engine; a process that ends needs not call it."""
         self.optimizer.close()
-        if (kept := self.parallel.states.store) is not None:
-            kept.close()
+        for kept in (self.parallel.states.store, self.parallel.activations):
+            if kept is not None:
+                kept.close()
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]]) -> float:
         """Mean loss per counted token over all rounds, without gradients; every rank returns it.
@@ -251,7 +263,7 @@ class Engine:
 
     def memory(self, activations_bytes: int) -> MemoryBreakdown:
         """What this rank holds, counted; activations as a census found them."""
-        states = self.parallel.states
+        states, kept = self.parallel.states, self.parallel.activations
         return MemoryBreakdown(
             parameters_bytes=states.parameter_bytes + self.parallel.version_bytes,
             gradients_bytes=states.gradient_bytes,
@@ -259,7 +271,7 @@ class Engine:
             activations_bytes=activations_bytes,
             buffers_bytes=sum(t.numel() * t.element_size() for t in self.parallel.constants()),
             working_bytes=states.working_bytes,
-            host_bytes=states.tier_bytes("cpu"),
+            host_bytes=states.tier_bytes("cpu") + (kept.held_bytes if kept else 0),
             disk_bytes=states.tier_bytes("disk"),
         )
 

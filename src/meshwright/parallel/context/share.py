@@ -37,6 +37,12 @@ class Share:
         return self.places.positions
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it brings."""
+        places = (self.places.positions, self.places.documents) if self.places else ()
+        return [self.tokens, self.labels, *(x for x in places if x is not None)]
+
+    @property
     def further(self) -> tuple[Places, ...]:
         """What a model is given beside the tokens."""
         return () if self.places is None else (self.places,)

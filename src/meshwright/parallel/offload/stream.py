@@ -19,7 +19,7 @@ import torch
 from meshwright.core.errors import InputError
 from meshwright.core.offload import NUM_WORKING_BUFFERS, Stored, streamed
 from meshwright.core.sharding import Range
-from meshwright.parallel.offload.tier import Handle, Tier
+from meshwright.parallel.offload.tier import All, Handle, Tier
 
 Tensors = dict[str, torch.Tensor]
 """Kind → a run of elements."""
@@ -74,7 +74,7 @@ class StoredState:
     def read_start(self, kind: str, start: int, out: torch.Tensor) -> Handle:
         """out [n] ← bucket elements [start, start + n)."""
         tier = self._tiers[kind]
-        return _All(
+        return All(
             [
                 tier.read_start(self._key(kind, index), low - self.groups[index][0], out[low - start : high - start])
                 for index, low, high in self._parts(start, start + out.numel())
@@ -84,7 +84,7 @@ class StoredState:
     def write_start(self, kind: str, start: int, x: torch.Tensor) -> Handle:
         """Bucket elements [start, start + n) ← x [n]."""
         tier = self._tiers[kind]
-        return _All(
+        return All(
             [
                 tier.write_start(self._key(kind, index), low - self.groups[index][0], x[low - start : high - start])
                 for index, low, high in self._parts(start, start + x.numel())
@@ -296,19 +296,3 @@ class _Then:
         """For the transfer, and do what follows it."""
         self.handle.wait()
         self.follow()
-
-
-@dataclass(frozen=True, slots=True)
-class _All:
-    handles: Sequence[Handle]
-
-    def wait(self) -> None:
-        """All of them, also where one fails; then its error."""
-        failure: InputError | None = None
-        for handle in self.handles:
-            try:
-                handle.wait()
-            except InputError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure

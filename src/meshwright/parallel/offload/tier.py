@@ -13,6 +13,7 @@ so what was written is what is read. What it costs: the tier counts, `core.offlo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol, final
@@ -36,6 +37,24 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """Several transfers."""
+
+    handles: Sequence[Handle]
+
+    def wait(self) -> None:
+        """All of them, also where one fails; then its error."""
+        failure: InputError | None = None
+        for handle in self.handles:
+            try:
+                handle.wait()
+            except InputError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +113,25 @@ class Tier(ABC):
         return self._write(region, start, x) if x.numel() else Done()
 
     @final
+    def read_parts_start(self, key: str, parts: Sequence[tuple[int, torch.Tensor]]) -> Handle:
+        """Fill several tensors (start, out) as :meth:`read_start` does; counted as one read."""
+        with self._lock:
+            self._traffic.add_reads(self._regions[key].kind, sum(out.nbytes for _, out in parts))
+        return All([self._read(self._part(key, start, out), start, out) for start, out in parts])
+
+    @final
+    def write_parts_start(self, key: str, parts: Sequence[tuple[int, torch.Tensor]]) -> Handle:
+        """Take over several tensors (start, x) as :meth:`write_start` does; counted as one write."""
+        with self._lock:
+            self._traffic.add_writes(self._regions[key].kind, sum(x.nbytes for _, x in parts))
+        return All([self._write(self._part(key, start, x), start, x) for start, x in parts])
+
+    @final
+    def free(self, key: str) -> None:
+        """Give up what is kept under `key`."""
+        self._free(self._regions.pop(key))
+
+    @final
     def take(self) -> TierTraffic:
         """What was started since the last call; counting starts anew."""
         with self._lock:
@@ -130,6 +168,9 @@ class Tier(ABC):
 
     @abstractmethod
     def _allocate(self, region: Region) -> None: ...
+
+    def _free(self, region: Region) -> None:
+        raise NotImplementedError(f"{type(self).__name__} keeps what it has until it is closed")
 
     @abstractmethod
     def _read(self, region: Region, start: int, out: torch.Tensor) -> Handle: ...
@@ -173,6 +214,9 @@ class HostTier(Tier):
                 f"that were there; offload to disk, or over more nodes"
             ) from None
         self._memory[region.key] = memory
+
+    def _free(self, region: Region) -> None:
+        del self._memory[region.key]
 
     def _read(self, region: Region, start: int, out: torch.Tensor) -> Handle:
         return self._copy(out, self._memory[region.key][start : start + out.numel()])

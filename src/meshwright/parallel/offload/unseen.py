@@ -39,6 +39,9 @@ class UnseenTier(Tier):
     def _allocate(self, region: Region) -> None:
         return
 
+    def _free(self, region: Region) -> None:
+        return
+
     def _read(self, region: Region, start: int, out: torch.Tensor) -> Handle:
         return Done()
 

@@ -83,7 +83,9 @@ def _fsdp(s: Strategy) -> dict[str, Any]:
 def _fsdp_said(s: Strategy) -> set[str]:
     said = {"shard_over", "keep_gathered"}
     said |= {"recompute"} if s.recompute in ("none", "full") else set()
-    said |= {"offload"} if s.offload.tiers == ("cpu", "cpu", "cpu") and not s.offload.delayed else set()
+    states = s.offload.model_dump(include={"optimizer", "parameters", "gradients", "delayed", "activations"})
+    whole = {**dict.fromkeys(("optimizer", "parameters", "gradients"), "cpu"), "delayed": False, "activations": "none"}
+    said |= {"offload"} if states == whole else set()
     return said | ({"context"} if s.context.kind in ROTATE and s.context.balance == "zigzag" else set())
 
 

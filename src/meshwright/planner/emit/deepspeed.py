@@ -72,7 +72,7 @@ def _zero(s: Strategy) -> dict[str, Any]:
         if tier != "none":
             at = {"nvme_path": s.offload.path} if tier == "disk" else {}
             zero[field] = {"device": DEVICES[tier], "pin_memory": True, **at}
-    if s.offload.is_used and s.zero == 3:
+    if s.offload.moves_states and s.zero == 3:
         zero["sub_group_size"] = s.offload.group_numel
     return zero
 
@@ -82,7 +82,8 @@ def _offload_said(s: Strategy) -> set[str]:
     offload = s.offload
     follows = offload.gradients == "none" or (offload.gradients == offload.optimizer == "cpu")
     groups = offload.group_numel == type(offload).model_fields["group_numel"].default or s.zero == 3
-    return {"offload"} if follows and groups and not offload.delayed else set()
+    says = follows and groups and not offload.delayed and not offload.moves_activations
+    return {"offload"} if says else set()
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -56,7 +56,7 @@ def emit(plan: Plan) -> Emitted:
         said.add("sequence")
     if (s.offload.tiers, s.offload.delayed) == (("cpu", "cpu", "cpu"), False):
         flags[f"{t}enable_cpu_offload"] = None
-        said.add("offload")
+        said |= set() if s.offload.moves_activations else {"offload"}
     words = [*torchrun_words(plan), "-m torchtitan.train"]
     return Emitted(
         {"torchtitan.sh": script(command_line(words, flags))}, (*left_out(plan, TOOL, said, WHY), *_notes(plan))
