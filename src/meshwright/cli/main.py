@@ -38,6 +38,7 @@ ORDER = (
     "verify",
     "generate",
     "serve",
+    "bench-serve",
     "export",
 )
 """How `--help` lists the commands; others follow by name."""

@@ -90,7 +90,7 @@ def _print(console: Console, result: ServingResult, top: int) -> None:
     """The layouts, the front, how long decoding takes by tp, what was refused, and the paragraph."""
     from meshwright.core.units import format_time
     from meshwright.planner.explain_serving import decode_curve, sequences_of
-    from meshwright.report.serving import curve_table, layouts_table
+    from meshwright.report.serving_plans import curve_table, layouts_table
 
     best, made = result.forecast, result.plan
     console.print(layouts_table(result.ranked[:top]))
@@ -133,7 +133,7 @@ def show(plan: ServingPlan) -> None:
     """A plan file as tables."""
     from meshwright.planner.explain_serving import decode_curve, sequences_of
     from meshwright.planner.serving import priced
-    from meshwright.report.serving import curve_table, serving_memory_table, serving_plan_table, step_table
+    from meshwright.report.serving_plans import curve_table, serving_memory_table, serving_plan_table, step_table
     from meshwright.report.tables import report_console
 
     console, forecast = report_console(), priced(plan)
@@ -151,7 +151,7 @@ def what_if(plan: ServingPlan, texts: Sequence[str], out: Path | None) -> None:
     """A plan with other choices, beside itself."""
     from meshwright.planner.fix_serving import changed
     from meshwright.planner.serving import priced
-    from meshwright.report.serving import compare_serving
+    from meshwright.report.serving_plans import compare_serving
     from meshwright.report.tables import changes_table, report_console
 
     other = changed(plan, texts)

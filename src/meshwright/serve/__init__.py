@@ -18,4 +18,6 @@ metrics     what is counted, under the names that dashboards know
 api         bodies of the OpenAI API
 answering   events as answers and streams
 app         the routes
+workload    what a load generator asks, and when
+bench       asking any OpenAI-compatible server, and what its clients see
 """
