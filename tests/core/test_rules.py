@@ -171,10 +171,10 @@ BROKEN = {
     ),
     "zero-schedule": (
         4,
-        {"pp": 2, "dp": 2, "num_micro_batches": 6, "schedule": "zb-h1", "zero": 2},
+        {"pp": 2, "dp": 2, "num_micro_batches": 6, "schedule": "zb-h1", "zero": 2, "reduce_each": True},
         {},
         {},
-        "zero=2 with schedule=zb-h1, which splits backwards",
+        "zero=2 and reduce_each with schedule=zb-h1, which splits backwards",
     ),
     "batch": (2, {"dp": 2, "num_micro_batches": 5}, {}, {}, "= 10 sequences.*12"),
     "zero-choice": (
@@ -265,7 +265,14 @@ def test_nearest_legal_is_legal(rule: str) -> None:
         ({"pp": 2, "schedule": "bfs", "num_chunks": 3}, "pp=2 × 3 stages per rank = 6 is more than the 4 layers"),
         ({"pp": 2, "schedule": "zb-v", "layers_per_stage": (2, 2)}, r"\[2, 2\] for pp=2 × 2 stages per rank = 4"),
         ({"pp": 2, "schedule": "dualpipe", "layers_per_stage": (1, 1, 1, 1)}, r"\[1, 1, 1, 1\] for pp=2 and 4 layers"),
-        ({"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2, "num_micro_batches": 6}, "which has two directions"),
+        (
+            {"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2, "reduce_each": True, "num_micro_batches": 6},
+            "and reduce_each with schedule=dualpipe, which has two directions",
+        ),
+        (
+            {"pp": 1, "schedule": "zb-v", "dp": 2, "zero": 3, "num_micro_batches": 6},
+            "and pp=1 with schedule=zb-v, which splits",
+        ),
         ({"pp": 2, "schedule": "pipedream-2bw", "num_micro_batches": 1}, "as many micro-batches per step as ranks, 2"),
         ({"pp": 2, "reduce_each": True, "zero": 1}, "reduce_each with zero=1, which needs zero=2 or more"),
         ({"pp": 1, "reduce_each": True, "zero": 2}, "reduce_each with pp=1, where every micro-batch reduces in any"),

@@ -212,13 +212,14 @@ def _zero_choices(c: Case) -> str | None:
     return None
 
 
-def _split_zero(c: Case) -> str | None:
+def _split_reduction(c: Case) -> str | None:
     s = c.strategy
-    if s.zero < 2 or _timetable(c) is not None:
+    if not s.reduces_each or _timetable(c) is not None:
         return None
+    numbers = f"zero={s.zero} {'and reduce_each' if s.reduce_each else 'and pp=1'} with schedule={s.schedule}, which"
     if s.pipeline_schedule.num_directions > 1:
-        return f"zero={s.zero} with schedule={s.schedule}, which has two directions"
-    return f"zero={s.zero} with schedule={s.schedule}, which splits backwards" if s.splits_backward else None
+        return f"{numbers} has two directions"
+    return f"{numbers} splits backwards" if s.splits_backward else None
 
 
 def _tile_zero(c: Case) -> str | None:
@@ -416,9 +417,9 @@ RULES = (
     ),
     Rule(
         "zero-schedule",
-        "zero=2 and 3 need a schedule of one direction with whole backwards",
+        "zero=2 and 3 need a schedule of one direction with whole backwards, beside a pipeline only with reduce_each",
         "a block's gradients are reduced, and their memory is given up, with its backward",
-        _split_zero,
+        _split_reduction,
     ),
     Rule(
         "tile-zero",
