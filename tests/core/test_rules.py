@@ -8,9 +8,10 @@ import pytest
 
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
+from meshwright.core.legal import all_degrees, check, divisors, nearest_legal
 from meshwright.core.plan import Plan
 from meshwright.core.router import RouterSpec
-from meshwright.core.rules import RULES, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.rules import RULES, violations
 from meshwright.core.sources import Machine, load_cluster, load_model, local_cluster
 from meshwright.core.strategy import Strategy
 

@@ -10,8 +10,8 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
+from meshwright.core.legal import check
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import check
 from meshwright.core.schedule import FILE_SUFFIX
 from meshwright.core.strategy import Strategy
 from meshwright.core.values import Value, parse_toml, read_text, write_text

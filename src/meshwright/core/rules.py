@@ -5,21 +5,17 @@ Each rule says what it needs, why, and tests a strategy against model, cluster a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import isqrt
 
-from meshwright.core import rules_context
-from meshwright.core.axes import DP, PP, TP
+from meshwright.core import context_rules
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.errors import RuleError
 from meshwright.core.expert_rules import balance, expert_degree, experts
 from meshwright.core.grid_rules import company_fault, cut, grid_fault, sequences_fault, sizes_fault
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, Expert, Tensor
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import is_tiled, param_box
-from meshwright.core.strategy import Offload, Strategy
+from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted
 
 
@@ -349,27 +345,27 @@ RULES = (
     Rule("tp-vocab", "tp is at most the vocabulary size", "each rank holds at least one row", _vocab),
     Rule(
         "context-tokens",
-        rules_context.TOKENS,
+        context_rules.TOKENS,
         "every rank has equally many tokens of each sequence",
-        lambda c: rules_context.tokens(c.strategy, c.job),
+        lambda c: context_rules.tokens(c.strategy, c.job),
     ),
     Rule(
         "context-tensor",
-        rules_context.KINDS,
+        context_rules.KINDS,
         "the others cut the hidden state, or look at all tokens, in ways that are not joined with it",
-        lambda c: rules_context.kinds(c.strategy, c.model),
+        lambda c: context_rules.kinds(c.strategy, c.model),
     ),
     Rule(
         "ulysses-heads",
-        rules_context.HEADS,
+        context_rules.HEADS,
         "each rank computes whole heads over all tokens",
-        lambda c: rules_context.heads(c.strategy, c.model),
+        lambda c: context_rules.heads(c.strategy, c.model),
     ),
     Rule(
         "ulysses-kv-heads",
-        rules_context.KV_HEADS,
+        context_rules.KV_HEADS,
         "each rank gets equally many key/value heads, or one copy of one",
-        lambda c: rules_context.kv_heads(c.strategy, c.model),
+        lambda c: context_rules.kv_heads(c.strategy, c.model),
     ),
     Rule(
         "pp-layers",
@@ -479,91 +475,3 @@ def violations(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: 
     case = Case(strategy, model, cluster, job)
     found = ((rule, rule.broken(case)) for rule in RULES)
     return [Violation(rule, numbers) for rule, numbers in found if numbers is not None]
-
-
-def check(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> None:
-    """Raise RuleError for an illegal strategy: the rule, the numbers, and the nearest legal strategy."""
-    broken = violations(strategy, model, cluster, job)
-    if not broken:
-        return
-    near = nearest_legal(strategy, model, cluster, job)
-    hint = f"; nearest legal: {near.describe()}" if near else "; no split of this job over this cluster is legal"
-    raise RuleError("; ".join(str(v) for v in broken) + hint, broken[0].rule.id)
-
-
-def nearest_legal(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Strategy | None:
-    """The legal strategy that changes degrees and micro-batch least (sum of larger over smaller, less 1), or None.
-
-    First `num_chunks`, then kinds of layout and choices around ZeRO, then the schedule are given up, each only where
-    nothing is legal with them.
-    """
-
-    whole = strategy.model_copy(update={"num_chunks": 1})
-    plain = whole.model_copy(
-        update={
-            "tensor": Tensor(),
-            "sequence": "none",
-            "context": Context(),
-            "expert": Expert(),
-            "shard_over": "all",
-            "keep_gathered": False,
-            "reduce_each": False,
-            "prefetch": 1,
-            "tile": 1,
-            "recompute_layers": None,
-            "recompute_group": 1,
-            "offload": Offload(),
-        }
-    )
-    usual = plain.model_copy(update={"schedule": Strategy().schedule})
-
-    def distance(other: Strategy) -> float:
-        pairs = (
-            (strategy.tp, other.tp),
-            (strategy.pp, other.pp),
-            (strategy.dp, other.dp),
-            (strategy.micro_batch_size, other.micro_batch_size),
-        )
-        return sum(max(a, b) / min(a, b) - 1 for a, b in pairs)
-
-    for choices in dict.fromkeys((strategy, whole, *rules_context.nearer(whole), plain, usual)):
-        near = min(_legal_degrees(choices, model, cluster, job), key=distance, default=None)
-        if near is not None:
-            return near
-    return None
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return [*small, *(n // d for d in reversed(small) if d * d != n)]
-
-
-def all_degrees(num_devices: int, cp: int = 1) -> Iterator[dict[str, int]]:
-    """Every size of dp, tp and pp whose product, with `cp`, is the number of devices."""
-    if num_devices % cp:
-        return
-    num_devices //= cp
-    sizes = divisors(num_devices)
-    for tp in sizes:
-        rest = num_devices // tp
-        for pp in sizes:
-            if rest % pp == 0:
-                yield {DP: rest // pp, TP: tp, PP: pp}
-
-
-def _legal_degrees(strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
-    for degrees in all_degrees(cluster.num_devices, strategy.cp):
-        per_rank, rest = divmod(job.global_batch_size, degrees[DP])
-        keep = strategy.layers_per_stage if degrees[PP] == strategy.pp else None
-        other = strategy.model_copy(
-            update={**degrees, "micro_batch_size": 1, "num_micro_batches": per_rank, "layers_per_stage": keep}
-        ).on(cluster)
-        broken = {violation.rule.id for violation in violations(other, model, cluster, job)}
-        if rest or broken.difference(MICRO_BATCH_RULES):
-            continue
-        for micro in divisors(per_rank):
-            split = other.model_copy(update={"micro_batch_size": micro, "num_micro_batches": per_rank // micro})
-            case = Case(split, model, cluster, job)
-            if _timetable(case) is None and balance(split, model) is None and sequences_fault(split) is None:
-                yield split

@@ -21,8 +21,9 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.layouts import Context, Expert
+from meshwright.core.legal import all_degrees, check, divisors, nearest_legal
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import MICRO_BATCH_RULES, Case, all_degrees, check, divisors, nearest_legal, violations
+from meshwright.core.rules import MICRO_BATCH_RULES, Case, violations
 from meshwright.core.schedule import Schedule, find_schedule, schedules
 from meshwright.core.strategy import Offload, Precision, Strategy
 from meshwright.core.units import counted

@@ -17,8 +17,8 @@ from typing import Any
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.job import Job
+from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import divisors
 from meshwright.core.units import counted
 from meshwright.planner.rank import Options, PlanResult, plan
 

@@ -17,9 +17,10 @@ from typing import Any, get_args
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.job import Job
+from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
 from meshwright.core.profile import Stack
-from meshwright.core.rules import divisors, violations
+from meshwright.core.rules import violations
 from meshwright.core.sources import load_cluster, network_reach, stack_of
 from meshwright.core.strategy import Strategy
 from meshwright.planner.scoreboard.published import PublishedRow
