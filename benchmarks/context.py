@@ -45,8 +45,8 @@ from meshwright.core.batch import Places
 from meshwright.core.layouts import Context
 from meshwright.core.strategy import Strategy
 from meshwright.core.tokens import positions
+from meshwright.models.attention import AttentionCore
 from meshwright.models.build import build
-from meshwright.models.decoder import AttentionCore
 from meshwright.parallel.context.apply import ContextCore, WholeCore
 from meshwright.parallel.context.ring import Belt
 from meshwright.run.engine import parallelize

@@ -49,6 +49,21 @@ def _other(kind: str, like: dict[str, Any], **other: Any) -> dict[str, Any]:
     return {**like, "model_type": kind, **other}
 
 
+def _deepseek(
+    kind: str, shape: tuple[int, ...], experts: tuple[int, ...], mscale: float, **other: Any
+) -> dict[str, Any]:
+    """`shape` as for :func:`_llama` without key/value heads; `experts`: routed, shared, per token, width, dense layers
+    in front."""
+    width, ffn, layers, heads, vocab = shape
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": mscale, "mscale_all_dim": mscale, "original_max_position_embeddings": 4096}  # fmt: skip
+    keys = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+            "first_k_dense_replace")  # fmt: skip
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    base = _llama(width, ffn, layers, heads, heads, vocab, 163840, rope_parameters=yarn)
+    return _other(kind, base, rms_norm_eps=1e-6, **sizes, **dict(zip(keys, experts, strict=True)), **other)
+
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gpt2": (_gpt2(768, 12, 12), 124_439_808),
     "gpt2-medium": (_gpt2(1024, 24, 16), 354_823_168),
@@ -170,6 +185,28 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             max_window_layers=62,
         ),
         142_774_373_888,
+    ),
+    "deepseek-v2-lite": (
+        _deepseek(
+            "deepseek_v2", (2048, 10944, 27, 16, 102400), (64, 2, 6, 1408, 1), 0.707, q_lora_rank=None,
+            aux_loss_alpha=0.001,
+        ),
+        15_706_484_224,
+    ),
+    "deepseek-v2": (
+        _deepseek(
+            "deepseek_v2", (5120, 12288, 60, 128, 102400), (160, 2, 6, 1536, 1), 0.707, q_lora_rank=1536,
+            topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=16.0,
+            aux_loss_alpha=0.003,
+        ),
+        235_741_434_880,
+    ),
+    "deepseek-v3": (
+        _deepseek(
+            "deepseek_v3", (7168, 18432, 61, 128, 129280), (256, 1, 8, 2048, 3), 1.0, q_lora_rank=1536, n_group=8,
+            topk_group=4, routed_scaling_factor=2.5, norm_topk_prob=True, aux_loss_alpha=0.0001,
+        ),
+        671_026_404_352,
     ),
     "bloom-176b": (
         {

@@ -36,6 +36,9 @@ NAMES = (
     (r"\b(mlp\.c_proj|dense_4h_to_h|down_proj)\b", "mlp.down"),
     (r"\bmlp\.mlp\.", "mlp."),
     (r"\bgate_proj\b", "gate"),
+    (r"\b(q|kv)_a_proj(_with_mqa)?\b", r"latents.\1"),
+    (r"\b(q|kv)_a_layernorm\b", r"latents.\1_norm"),
+    (r"\b(q|kv)_b_proj\b", r"\1"),
 )
 """Hugging Face parameter name → ours, by regular expressions in order."""
 
@@ -115,6 +118,8 @@ def test_bloom_formula() -> None:
         ("qwen1.5-moe-a2.7b", 14.3, 2.7),
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("deepseek-moe-16b", 16.4, 2.8),
+        ("deepseek-v2", 236, 21),
+        ("deepseek-v3", 671, 37),
         ("dots.llm1", 142, 14),
         ("glam-64b-64e", 1162, 96.6),
         ("gshard-600b", 600, 1.3),
@@ -158,8 +163,9 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family: str) -> None:
     }  # fmt: skip
     if family == "gpt2":
         sizes = {"vocab_size": 64, "n_embd": 256, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    if family == "dots1":
-        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family in ("dots1", "deepseek_v2", "deepseek_v3"):
+        sizes |= {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        sizes["num_hidden_layers"] = 4
     full = transformers.AutoConfig.for_model(family, **sizes).to_dict()
     assert from_hf_config({"model_type": family, **sizes}, "tiny") == from_hf_config(full, "tiny")
 
@@ -167,6 +173,10 @@ def test_defaults_of_absent_keys_are_those_of_transformers(family: str) -> None:
 def _tiny(**changes: Any) -> dict[str, Any]:
     config, _ = PUBLISHED["llama-3-8b"]
     return {k: v for k, v in {**config, **changes}.items() if v != "absent"}
+
+
+def _latent(**changes: Any) -> dict[str, Any]:
+    return {**PUBLISHED["deepseek-v3"][0], **changes}
 
 
 def test_rope_of_both_styles_reads_alike() -> None:
@@ -211,7 +221,19 @@ REFUSED = {
     "unknown architecture": (_tiny(model_type="mamba"), UnsupportedError, r"`mamba`.*gpt2, llama, mistral"),
     "no model type": (_tiny(model_type="absent"), InputError, "`model_type`"),
     "linear scaling": (_tiny(rope_parameters={"rope_type": "linear", "factor": 2.0}), UnsupportedError, "'linear'"),
-    "old yarn": (_tiny(rope_parameters="absent", rope_scaling={"type": "yarn"}), UnsupportedError, "'yarn'"),
+    "old style": (_tiny(rope_parameters="absent", rope_scaling={"type": "dynamic"}), UnsupportedError, "'dynamic'"),
+    "yarn of no size": (_tiny(rope_parameters={"rope_type": "yarn"}), InputError, "original_max_position_embeddings"),
+    "yarn not rounded": (
+        _tiny(rope_parameters={"rope_type": "yarn", "factor": 2, "truncate": False}),
+        UnsupportedError,
+        "truncate",
+    ),
+    "latent biases": (_latent(attention_bias=True), UnsupportedError, "`attention_bias` = True"),
+    "latent halves": (_latent(rope_interleave=False), UnsupportedError, "lie in pairs"),
+    "latent few heads": (_latent(num_key_value_heads=8), UnsupportedError, "as many of them as heads"),
+    "wide values": (_latent(v_head_dim=200), InputError, "v_head_dim 200 is more than"),
+    "softmax v3": (_latent(scoring_func="softmax"), UnsupportedError, "take `deepseek_v2`"),
+    "fp8": (_latent(quantization_config={"quant_method": "fp8"}), UnsupportedError, "FP8 weights are not read"),
     "by layer": (_tiny(rope_parameters={"full_attention": {"rope_theta": 1e4}}), UnsupportedError, "kind of layer"),
     "partial": (_tiny(partial_rotary_factor=0.5), UnsupportedError, "partial_rotary_factor"),
     "activation": (_tiny(hidden_act="relu"), UnsupportedError, "'relu'"),

@@ -31,7 +31,8 @@ def test_terms_sum_to_the_closed_form(name: str, causal: bool) -> None:
     """2·N_mm + 4·L·a·d·s_eff per token, and three times that in training."""
     spec, s = load_model(name), 2048
     s_eff = s // 2 if causal else s
-    expected = 2 * matmul_parameters(spec) + 4 * spec.num_layers * spec.heads_size * s_eff
+    widths = spec.heads_size + spec.values_size  # the same, but for latent attention
+    expected = 2 * matmul_parameters(spec) + 2 * spec.num_layers * widths * s_eff
     assert forward_flops_per_token(spec, s, causal=causal) == expected
     assert training_flops_per_token(spec, s, causal=causal) == 3 * expected
 

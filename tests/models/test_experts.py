@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.core.errors import InputError, UnsupportedError
-from meshwright.core.hf_config import from_hf_config
+from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.router import RouterSpec
 from meshwright.models.experts import LossScales, grouped_product
@@ -289,9 +288,3 @@ def test_different_experts_start_different() -> None:
 def test_contradictions_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ModelSpec.parse({**SPECS["llama"].model_dump(), **changes}, "spec")
-
-
-def test_latent_attention_is_refused_in_one_line() -> None:
-    with pytest.raises(UnsupportedError, match="latent attention") as caught:
-        from_hf_config({"model_type": "deepseek_v3"}, "v3")
-    assert "\n" not in str(caught.value)

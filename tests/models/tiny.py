@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from meshwright.core.model import ModelSpec, RopeScaling
+from meshwright.core.latent import LatentAttention, RopeScaling, YarnScaling
+from meshwright.core.model import ModelSpec
 from meshwright.core.router import RouterSpec
 from meshwright.models.build import build
 from meshwright.models.decoder import Decoder
@@ -42,10 +43,13 @@ _GPT2: dict[str, Any] = _LLAMA | {
     "tied_embeddings": True,
 }
 _SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
+_YARN = YarnScaling(factor=8.0, original_max_positions=16, beta_fast=4.0)
+_LATENT = LatentAttention(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24}
 _SIGMOID = RouterSpec(
     score="sigmoid", renormalise="before_drop", bias=True, scale=2.5, num_groups=4, groups_per_token=2
 )  # fmt: skip
+_LATENT_LINE = _LLAMA | _EXPERTS | {"num_kv_heads": 4, "head_dim": 12, "dense_layers": (0,), "shared_ffn_size": 24}
 _BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 
 SPECS = {
@@ -54,7 +58,7 @@ SPECS = {
         ModelSpec(name="gpt2", family="gpt2", **_GPT2),
         ModelSpec(name="gpt2-untied", family="gpt2", **_GPT2 | {"tied_embeddings": False}),
         ModelSpec(name="llama", family="llama", **_LLAMA),
-        ModelSpec(name="llama-biases", family="llama", **_LLAMA | _BIASES),
+        ModelSpec(name="llama-biases", family="llama", **_LLAMA | _BIASES, rope_scaling=_YARN),
         ModelSpec(name="llama-tied-scaled", family="llama", **_LLAMA, tied_embeddings=True, rope_scaling=_SCALING),
         ModelSpec(name="mistral", family="mistral", **_LLAMA, sliding_window=48),
         ModelSpec(name="qwen2", family="qwen2", **_LLAMA, qkv_bias=True, tied_embeddings=True),
@@ -76,6 +80,15 @@ SPECS = {
             router=_SIGMOID,
         ),
         ModelSpec(name="deepseek", family="deepseek", **_LLAMA, **_EXPERTS, shared_ffn_size=24, router=RouterSpec()),
+        ModelSpec(
+            name="deepseek-v2", family="deepseek_v2", **_LATENT_LINE, latent=_LATENT, rope_scaling=_YARN,
+            router=RouterSpec(scale=1.5, num_groups=4, groups_per_token=2),
+        ),
+        ModelSpec(
+            name="deepseek-v3", family="deepseek_v3", **_LATENT_LINE, router=_SIGMOID,
+            latent=_LATENT.model_copy(update={"q_lora_rank": 28}),
+            rope_scaling=_YARN.model_copy(update={"mscale": 0.7, "mscale_all_dim": 1.2}),
+        ),
         ModelSpec(
             name="switch", family="mixture", **_LLAMA | {"activation": "gelu", "gated_mlp": False}, num_experts=4,
             experts_per_token=1, dense_layers=(0,), router=RouterSpec(capacity_factor=1.25),

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.plan import Plan
-from meshwright.models.decoder import Projections
+from meshwright.models.attention import Projections
 from meshwright.train.optimizer import OptimizerOptions
 from tests.parallel.runs import plain_model
 

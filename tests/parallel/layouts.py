@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.core.cluster import ClusterSpec, Device, Link
 from meshwright.core.job import Job
+from meshwright.core.latent import LatentAttention, YarnScaling
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.router import RouterSpec
@@ -42,6 +43,17 @@ def mixture(router: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
     gate = {"renormalise": "before_drop", "balance_loss": 0.1, "z_loss": 0.05, **(router or {})}
     shape = {"name": "tiny-moe", "family": "mixture", "num_layers": 4, "num_experts": 8, "experts_per_token": 2,
              "expert_ffn_size": 8, "dense_layers": (0,), "router": RouterSpec(**gate)}  # fmt: skip
+    return llama(**{**shape, **changes})
+
+
+def latent(q_lora_rank: int | None = 12, **changes: Any) -> ModelSpec:
+    """Multi-head latent attention: values narrower than keys, scores scaled; four heads."""
+    sizes = LatentAttention(
+        q_lora_rank=q_lora_rank, kv_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+    )
+    yarn = YarnScaling(factor=4.0, original_max_positions=4, mscale=0.7, mscale_all_dim=1.0)
+    shape = {"name": "tiny-latent", "family": "deepseek_v3", "num_layers": 3, "num_kv_heads": 4, "head_dim": 6,
+             "latent": sizes, "rope_scaling": yarn}  # fmt: skip
     return llama(**{**shape, **changes})
 
 

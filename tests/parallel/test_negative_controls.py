@@ -24,13 +24,14 @@ from meshwright.parallel.states import FlatStates
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import Mismatch, find_mismatch
 from meshwright.train.optimizer import FlatOptimizer, Shard
-from tests.parallel.layouts import gpt2, llama, make_plan, mixture, qwen3
+from tests.parallel.layouts import gpt2, latent, llama, make_plan, mixture, qwen3
 from tests.parallel.mutations import Mutation, counted_again, every, replaced, tokens_times, without
 from tests.pool import RanksFailed
 
 LLAMA = llama(num_layers=2)
 QWEN3 = qwen3(num_layers=2)
 GPT2 = gpt2(num_layers=2)
+LATENT = latent(num_layers=1)
 MOE = mixture(num_layers=1, dense_layers=None)
 BATCH = mixture({"balance_over": "batch"}, num_layers=1, dense_layers=None)
 
@@ -177,6 +178,13 @@ CONTROLS = {
         counted_again(lambda p: not p.is_spread), MOE, {**T2, "dp": 2, "expert": {"degree": 2}}, "norm"
     ),
     "loads of one rank": Control(without("dp", "all_reduce", "router"), MOE, D2, "router-loss"),
+    # Latents: head, mlp, then three of attention's one layer.
+    **{
+        f"sum {at} of latents' gradients": Control(
+            without("tp", "all_reduce", "backward", every(5, at)), LATENT, T2, "gradient", r"latents|embedding"
+        )
+        for at in (2, 3, 4)
+    },
     # Stages of a pipeline.
     "weight gradients of the last micro-batch": Control(
         replaced(StageRunner, "_weight_gradients", _forgets_the_last), LLAMA, {**P2, "schedule": "zb-h1"}, "gradient"

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.core.errors import InputError, UnsupportedError
-from meshwright.core.hf_experts import ATTENTION_NOT_BUILT, EXPERT_ARCHITECTURES
+from meshwright.core.hf_experts import EXPERT_ARCHITECTURES
+from meshwright.core.hf_latent import LATENT_ARCHITECTURES
 from meshwright.core.hf_llama import (
     read_llama,
     read_mistral,
@@ -47,17 +48,12 @@ def from_hf_config(data: Mapping[str, Any], name: str, where: str | None = None)
     kind = data.get("model_type")
     if not isinstance(kind, str):
         raise InputError(f"{where}: key `model_type` is missing; this is not a Hugging Face model configuration")
-    if kind in ATTENTION_NOT_BUILT:
-        raise UnsupportedError(
-            f"{where}: architecture `{kind}` has {ATTENTION_NOT_BUILT[kind]}, which is not built; its experts are: "
-            "take `deepseek` or `dots1`, which have the same experts behind ordinary attention"
-        )
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(f"{where}: architecture `{kind}` is not known; known: {known}")
     reader = Reader(data, where)
     _refuse_other_heads(reader)
-    reader.refuse("quantization_config", (None,), "quantised weights cannot be trained; take the unquantised model")
+    _refuse_quantised(reader)
     spec = ModelSpec.parse({"name": name, "family": kind, **ARCHITECTURES[kind].read(reader)}, where)
     _refuse_other_layers(reader, spec)
     return spec
@@ -95,6 +91,18 @@ def _refuse_other_heads(c: Reader) -> None:
     for cls in classes:
         if "For" in cls and not cls.endswith("ForCausalLM"):
             raise UnsupportedError(f"{c.where}: `{cls}` is not a language model; only causal language models are built")
+
+
+def _refuse_quantised(c: Reader) -> None:
+    table = c.data.get("quantization_config")
+    if table is None:
+        return
+    how = table.get("quant_method") if isinstance(table, Mapping) else table
+    kind = "FP8 weights" if how == "fp8" else "quantised weights"
+    raise UnsupportedError(
+        f"{c.where}: `quantization_config` is of {how!r}: {kind} are not read; convert the checkpoint to BF16 first "
+        "(its publisher has the tool) and take the key out, or plan with a preset"
+    )
 
 
 def _refuse_other_layers(c: Reader, spec: ModelSpec) -> None:
@@ -210,5 +218,6 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", read_qwen3, write_qwen3),
     "bloom": Architecture("BloomForCausalLM", _read_bloom, _write_bloom),
     **EXPERT_ARCHITECTURES,
+    **LATENT_ARCHITECTURES,
 }
 """`model_type` → architecture. BLOOM is there for planning; its decoder is not built."""

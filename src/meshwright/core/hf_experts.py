@@ -23,9 +23,6 @@ from meshwright.core.hf_llama import (
 from meshwright.core.hf_reader import Architecture, Fields, Reader
 from meshwright.core.model import ModelSpec
 
-ATTENTION_NOT_BUILT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention (MLA)")
-"""`model_type` → what of it is not built."""
-
 
 def _read_mixtral(c: Reader) -> Fields:
     c.refuse("router_jitter_noise", (0, 0.0, None), "set `router.noise` of the spec instead")
@@ -105,11 +102,17 @@ def _write_qwen3_moe(s: ModelSpec) -> Fields:
     return {**write_qwen3(s), **_write_qwen_experts(s)}
 
 
-def _read_deepseek_experts(c: Reader, num_layers: int) -> Fields:
-    """Shared and fine-grained experts behind a first part of dense layers (Dai et al. 2024)."""
-    first, every = c.raw("first_k_dense_replace", 0)[1] or 0, c.size("moe_layer_freq", 1)
+def read_deepseek_experts(c: Reader, num_layers: int, first_dense: int = 0, num_shared: int | None = None) -> Fields:
+    """Shared and fine-grained experts behind a first part of dense layers (Dai et al. 2024).
+
+    Args:
+        c: the configuration.
+        num_layers: of the model.
+        first_dense, num_shared: the class's defaults of `first_k_dense_replace` and `n_shared_experts`.
+    """
+    first, every = c.raw("first_k_dense_replace", first_dense)[1] or 0, c.size("moe_layer_freq", 1)
     dense = [layer for layer in range(num_layers) if layer < first or layer % every]
-    width, num_shared = c.size("moe_intermediate_size"), c.raw("n_shared_experts", None)[1] or 0
+    width, num_shared = c.size("moe_intermediate_size"), c.raw("n_shared_experts", num_shared)[1] or 0
     return {
         "num_experts": c.size("n_routed_experts"),
         "experts_per_token": c.size("num_experts_per_tok"),
@@ -119,7 +122,8 @@ def _read_deepseek_experts(c: Reader, num_layers: int) -> Fields:
     }
 
 
-def _write_deepseek_experts(s: ModelSpec) -> Fields:
+def write_deepseek_experts(s: ModelSpec) -> Fields:
+    """Inverse of :func:`read_deepseek_experts`."""
     first = next(layer for layer in range(s.num_layers) if s.is_sparse(layer))
     return {
         "n_routed_experts": s.num_experts,
@@ -136,12 +140,12 @@ def _read_deepseek(c: Reader) -> Fields:
     fields = read_llama(c)
     renormalise = "before_drop" if c.flag("norm_topk_prob", False) else "none"
     router = {"renormalise": renormalise, "balance_loss": c.number("aux_loss_alpha", 0.001)}
-    return {**fields, **_read_deepseek_experts(c, fields["num_layers"]), "router": router}
+    return {**fields, **read_deepseek_experts(c, fields["num_layers"]), "router": router}
 
 
 def _write_deepseek(s: ModelSpec) -> Fields:
     own = {"aux_loss_alpha": s.gate.balance_loss, "scoring_func": "softmax", "moe_layer_freq": 1}
-    return {**write_llama(s), **_write_deepseek_experts(s), **own}
+    return {**write_llama(s), **write_deepseek_experts(s), **own}
 
 
 def _read_dots1(c: Reader) -> Fields:
@@ -158,14 +162,14 @@ def _read_dots1(c: Reader) -> Fields:
     }
     own = {"qk_norm": True, "qkv_bias": bias, "out_bias": bias, "router": router}
     own["sliding_window"] = window if first == 0 else None
-    return {**fields, **_read_deepseek_experts(c, layers), **own}
+    return {**fields, **read_deepseek_experts(c, layers), **own}
 
 
 def _write_dots1(s: ModelSpec) -> Fields:
     gate, window = s.gate, s.sliding_window
     return {
         **write_llama_line(s),
-        **_write_deepseek_experts(s),
+        **write_deepseek_experts(s),
         "attention_bias": s.out_bias,
         "routed_scaling_factor": gate.scale,
         "n_group": gate.num_groups,

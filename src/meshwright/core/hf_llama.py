@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.hf_reader import HF_ACTIVATIONS, Fields, Reader, head_dim_of
-from meshwright.core.model import ModelSpec, RopeScaling
+from meshwright.core.latent import RopeScaling, YarnScaling
+from meshwright.core.model import ModelSpec
 
 
 def _read_rope(c: Reader, default_theta: float) -> Fields:
@@ -20,8 +21,8 @@ def _read_rope(c: Reader, default_theta: float) -> Fields:
     for reader in (c, rope):
         reader.refuse("partial_rotary_factor", (None, 1, 1.0), "only rotation of the whole head is built")
     _, kind = rope.raw(("rope_type", "type"), "default")
-    if kind not in ("default", "llama3"):
-        raise UnsupportedError(f"{c.where}: rotary scaling of kind {kind!r} is not built; known: default, llama3")
+    if kind not in ("default", "llama3", "yarn"):
+        raise UnsupportedError(f"{c.where}: rotary scaling of kind {kind!r} is not built; known: default, llama3, yarn")
     if kind == "default" and rope.raw("factor", None)[1] not in (None, 1):
         raise InputError(
             f"{c.where}: the rotary scaling has a factor of {rope.raw('factor')[1]!r} but no `rope_type` that uses it; "
@@ -29,6 +30,8 @@ def _read_rope(c: Reader, default_theta: float) -> Fields:
         )
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
+    if kind == "yarn":
+        return {"rope_theta": theta, "rope_scaling": _read_yarn(c, rope)}
     return {
         "rope_theta": theta,
         "rope_scaling": {
@@ -37,6 +40,19 @@ def _read_rope(c: Reader, default_theta: float) -> Fields:
             "high_freq_factor": rope.positive("high_freq_factor"),
             "original_max_positions": rope.size("original_max_position_embeddings", c.size("max_position_embeddings")),
         },
+    }
+
+
+def _read_yarn(c: Reader, rope: Reader) -> Fields:
+    rope.refuse("truncate", (True,), "bounds of YaRN that are not rounded are not built")
+    most, factor = c.size("max_position_embeddings"), rope.raw("factor", None)[1]
+    original = rope.size("original_max_position_embeddings", *(() if factor is None else (most,)))
+    numbers = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+    return {
+        "kind": "yarn",
+        "factor": most / original if factor is None else rope.positive("factor"),
+        "original_max_positions": original,
+        **{key: rope.positive(key) for key in numbers if rope.data.get(key)},
     }
 
 
@@ -52,9 +68,12 @@ def _rope_table(c: Reader) -> Mapping[str, Any]:
     return next(iter(tables.values()), {})
 
 
-def _write_rope(theta: float, scaling: RopeScaling | None) -> Fields:
+def _write_rope(theta: float, scaling: RopeScaling | YarnScaling | None) -> Fields:
     table: Fields = {"rope_type": "default"}
-    if scaling:
+    if isinstance(scaling, YarnScaling):
+        table = scaling.model_dump(exclude={"kind", "original_max_positions"}, exclude_none=True)
+        table |= {"rope_type": "yarn", "original_max_position_embeddings": scaling.original_max_positions}
+    elif scaling:
         table = {
             "rope_type": scaling.kind,
             "factor": scaling.factor,

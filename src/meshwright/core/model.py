@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.latent import LatentAttention, RopeScaling, YarnScaling
 from meshwright.core.router import RouterSpec
 from meshwright.core.units import counted
 from meshwright.core.values import MAX_SIZE, Value
@@ -33,6 +34,8 @@ Family = Literal[
     "qwen2_moe",
     "qwen3_moe",
     "deepseek",
+    "deepseek_v2",
+    "deepseek_v3",
     "dots1",
     "mixture",
     "bloom",
@@ -46,7 +49,8 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
-    """Name of each dim: vocab, position, embed, heads, kv_heads, head_dim, ffn, experts, logits (of a router), one."""
+    """Name of each dim: vocab, position, embed, heads, kv_heads, head_dim, latent, ffn, experts, logits (of a router),
+    one."""
     part: str
     """embedding, attention, mlp, norm, router or head."""
     layer: int | None
@@ -55,16 +59,6 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-
-class RopeScaling(Value):
-    """Llama 3.1 frequency scaling (the only kind implemented)."""
-
-    kind: Literal["llama3"] = "llama3"
-    factor: float = Field(gt=0)
-    low_freq_factor: float = Field(gt=0)
-    high_freq_factor: float = Field(gt=0)
-    original_max_positions: int = Field(gt=0)
 
 
 class ModelSpec(Value):
@@ -87,13 +81,15 @@ class ModelSpec(Value):
     positions: Literal["learned", "rope", "alibi"]
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     activation: Literal["gelu", "gelu_tanh", "silu"]
     gated_mlp: bool
     """down(act(gate(x)) · up(x)) instead of down(act(up(x)))."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    latent: LatentAttention | None = None
+    """Multi-head latent attention; None: keys and values are projected from the hidden state itself."""
     qk_norm: bool = False
     """A norm over each head of queries and keys."""
     embedding_norm: bool = False
@@ -130,6 +126,7 @@ class ModelSpec(Value):
         if self.num_layers * self.num_experts > MAX_LAYERS:
             raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts: at most {MAX_LAYERS:,} together")
         self._check_experts()
+        self._check_latent()
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs")
         return self
@@ -156,6 +153,22 @@ class ModelSpec(Value):
                 f"num_groups {groups} must divide num_experts {self.num_experts}, and groups_per_token "
                 f"{self.gate.groups_per_token} of them must hold experts_per_token {self.experts_per_token}"
             )
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if self.head_dim != self.latent.head_dim:
+            raise ValueError(
+                f"head_dim {self.head_dim} is not qk_nope_head_dim + qk_rope_head_dim = {self.latent.head_dim}"
+            )
+        for name, is_set in (
+            (f"num_kv_heads {self.num_kv_heads} of {self.num_heads}", self.num_kv_heads != self.num_heads),
+            (f"positions {self.positions}", self.positions != "rope"),
+            ("qkv_bias", self.qkv_bias),
+            ("qk_norm", self.qk_norm),
+        ):
+            if is_set:
+                raise ValueError(f"{name} with latent attention: it has all heads, rotary positions and no biases")
 
     @property
     def gate(self) -> RouterSpec:
@@ -211,6 +224,16 @@ class ModelSpec(Value):
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def values_size(self) -> int:
+        """Width of what attention gives to its output projection."""
+        return self.num_heads * self.latent.v_head_dim if self.latent else self.heads_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that turn with the position."""
+        return self.latent.qk_rope_head_dim if self.latent else self.head_dim
+
     @cached_property
     def _table(self) -> tuple[ParamSpec, ...]:
         return tuple(_parameters(self))
@@ -257,6 +280,9 @@ def _linear(
 
 def _attention(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
     at = f"layers.{layer}.attention"
+    if spec.latent is not None:
+        yield from _latent_attention(spec, spec.latent, at, layer)
+        return
     embed, heads, kv = ("embed", spec.hidden_size), ("heads", spec.heads_size), ("kv_heads", spec.kv_size)
     yield from _linear(f"{at}.q", heads, embed, spec.qkv_bias, "attention", layer)
     yield from _linear(f"{at}.k", kv, embed, spec.qkv_bias, "attention", layer)
@@ -265,6 +291,23 @@ def _attention(spec: ModelSpec, layer: int) -> Iterator[ParamSpec]:
         yield ParamSpec(f"{at}.q_norm.weight", (spec.head_dim,), ("head_dim",), "norm", layer)
         yield ParamSpec(f"{at}.k_norm.weight", (spec.head_dim,), ("head_dim",), "norm", layer)
     yield from _linear(f"{at}.o", embed, heads, spec.out_bias, "attention", layer)
+
+
+def _latent_attention(spec: ModelSpec, latent: LatentAttention, at: str, layer: int) -> Iterator[ParamSpec]:
+    """Down to the latents, their norms, up to the heads."""
+    embed, source = ("embed", spec.hidden_size), ("embed", spec.hidden_size)
+    if latent.q_lora_rank:
+        source = ("latent", latent.q_lora_rank)
+        yield from _linear(f"{at}.latents.q", source, embed, False, "attention", layer)
+    yield from _linear(f"{at}.latents.kv", ("latent", latent.kv_down_size), embed, False, "attention", layer)
+    norms = {"q_norm": latent.q_lora_rank, "kv_norm": latent.kv_lora_rank}
+    for name, size in norms.items():
+        if size:
+            yield ParamSpec(f"{at}.latents.{name}.weight", (size,), ("latent",), "norm", layer)
+    yield from _linear(f"{at}.q", ("heads", spec.heads_size), source, False, "attention", layer)
+    up = ("heads", spec.num_heads * latent.kv_up_size)
+    yield from _linear(f"{at}.kv", up, ("latent", latent.kv_lora_rank), False, "attention", layer)
+    yield from _linear(f"{at}.o", embed, ("heads", spec.values_size), spec.out_bias, "attention", layer)
 
 
 def _mlp(spec: ModelSpec, at: str, layer: int, ffn_size: int) -> Iterator[ParamSpec]:

@@ -79,6 +79,11 @@ def _ffn(c: Case) -> str | None:
     return None
 
 
+def _latent(c: Case) -> str | None:
+    kind = c.strategy.tensor.kind
+    return f"`{c.model.name}` has latent attention: tensor.kind={kind}" if c.model.latent and kind != "1d" else None
+
+
 def _vocab(c: Case) -> str | None:
     rows, tp = c.model.vocab_size, c.strategy.tp
     return f"tp={tp} is more than the {rows} rows of the vocabulary" if tp > rows else None
@@ -335,6 +340,12 @@ RULES = (
         "a grid stands without sequence=megatron, context.degree > 1, tiles and recompute=selective",
         "it cuts the sequences of a micro-batch and both dims of a weight itself, and its layers are its own",
         lambda c: company_fault(c.strategy),
+    ),
+    Rule(
+        "latent",
+        "multi-head latent attention needs tensor.kind=1d",
+        "its latents belong to all heads, and are whole on every rank that has some of them",
+        _latent,
     ),
     Rule(
         "sequence-tokens",

@@ -11,6 +11,8 @@ Per layer and token, in elements (h hidden, a query heads, g key/value heads, d 
     log-sum-exp of the scores       a/t, at least fp32
     gate, up, product               3f/t; plain MLP: 2f/t (before and after the activation)
 
+    latent attention                2(r_q + r_kv) + r + 2 statistics, 3ad/t of q, k and v, and av/t of what o takes,
+                                    where values are narrower (ranks r_q and r_kv, r rotary dims, v of values)
     experts instead of an MLP       1h + E logits + k·(2h + 3f/t) and a few numbers; with the shared experts' 3f/t
 
 with RMSNorm and SwiGLU:  4h + 2(a+g)d/t + 3f/t + a/t + 2. Biases, rotary positions and dropout (there is none) add
@@ -31,6 +33,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.core.axes import TP_DEPTH
+from meshwright.core.latent import LatentAttention
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
@@ -63,6 +66,8 @@ class _Sizes:
     heads: int
     kv_heads: int
     head_dim: int
+    values: int
+    """Of attention's output."""
     ffn: int
     expert_ffn: int
     shared_ffn: int
@@ -80,7 +85,11 @@ class _Sizes:
 
     def hidden_state(self, name: str) -> ByteTerm:
         """A tensor of hidden size between the regions."""
-        return ByteTerm(name, self.between * self.hidden * self.element_bytes)
+        return self.own(name, self.hidden)
+
+    def own(self, name: str, elements: int) -> ByteTerm:
+        """A tensor between the regions."""
+        return ByteTerm(name, self.between * elements * self.element_bytes)
 
 
 def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
@@ -97,6 +106,7 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
         heads=local("heads", spec.heads_size) // spec.head_dim,
         kv_heads=local("kv_heads", spec.kv_size) // spec.head_dim,
         head_dim=spec.head_dim,
+        values=local("heads", spec.values_size),
         ffn=local("ffn", spec.ffn_size),
         expert_ffn=local("ffn", spec.expert_size),
         shared_ffn=local("ffn", spec.shared_ffn_size or 0),
@@ -170,31 +180,53 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
         layer: which; all are alike but for a mixture's dense ones.
     """
     z = _sizes(spec, strategy, b, s)
+    return [
+        *_norm_terms(spec, z, "attention norm"),
+        z.hidden_state("attention input"),
+        *(_projection_terms(spec, strategy, z) if spec.latent is None else _latent_terms(spec.latent, z)),
+        *recomputed_core_terms(spec, strategy, b, s),
+        *mlp_half_terms(spec, strategy, b, s, layer),
+    ]
+
+
+def _projection_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes) -> list[ByteTerm]:
+    """Between attention's input and its core."""
     q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
     qk_norm = [
         z.kept("q and k before their norms", q + kv),
         z.statistics("q and k norm statistics", z.heads + z.kv_heads),
     ]
     return [
-        *_norm_terms(spec, z, "attention norm"),
-        z.hidden_state("attention input"),
         *(qk_norm if spec.qk_norm else []),
         z.kept("q", q),
         z.kept("k", _exchanged_kv(strategy, z)),
         z.kept("v", _exchanged_kv(strategy, z)),
-        *recomputed_core_terms(spec, strategy, b, s),
-        *mlp_half_terms(spec, strategy, b, s, layer),
     ]
+
+
+def _latent_terms(latent: LatentAttention, z: _Sizes) -> list[ByteTerm]:
+    """Likewise: latents before and behind their norms; values are as wide as keys."""
+    latents = {"queries' latent": (latent.q_lora_rank or 0, latent.q_lora_rank or 0),
+               "latent of keys and values": (latent.kv_down_size, latent.kv_lora_rank)}  # fmt: skip
+    return [
+        *(term for name, (whole, normed) in latents.items() if whole
+          for term in (z.own(name, whole), z.own(f"{name}, normed", normed),
+                       ByteTerm(f"{name}, statistics", z.between * z.statistic_bytes))),
+        *(z.kept(name, z.heads * z.head_dim) for name in ("q", "k", "v")),
+    ]  # fmt: skip
 
 
 def recomputed_core_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """Of :func:`layer_terms`, what selective recompute does not keep: what comes out of attention's core."""
     z = _sizes(spec, strategy, b, s)
-    output, kind = z.kept("attention output", z.heads * z.head_dim), strategy.context.kind
-    if strategy.cp > 1 and kind == "ring-self-attention":
-        return [output, z.kept("probabilities", z.heads * s)]
-    on_its_way = [replace(output, name="attention output on its way")] if strategy.cp > 1 and kind == "ulysses" else []
-    return [output, *on_its_way, z.statistics("log-sum-exp", z.heads)]
+    kind, is_narrowed = strategy.context.kind if strategy.cp > 1 else None, spec.values_size < spec.heads_size
+    output, for_o = (z.kept("attention output", width) for width in (z.heads * z.head_dim, z.values))
+    if kind == "ring-self-attention":
+        return [for_o, z.kept("probabilities", z.heads * s)]
+    if kind == "ulysses":
+        return [for_o, replace(output, name="attention output on its way"), z.statistics("log-sum-exp", z.heads)]
+    narrowed = [replace(for_o, name="attention output, narrowed")] if is_narrowed else []
+    return [output, *narrowed, z.statistics("log-sum-exp", z.heads)]
 
 
 def _exchanged_kv(strategy: Strategy, z: _Sizes) -> int:
@@ -238,11 +270,22 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, l
     """
     z = _sizes(spec, strategy, b, s)
     q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
+    plain = [z.kept("gradients of q, k and v", q + 2 * kv)]
     return [
         z.hidden_state("attention input"),
-        z.kept("gradients of q, k and v", q + 2 * kv),
-        z.kept("attention output", q),
+        *(plain if spec.latent is None else _postponed_latent_terms(spec.latent, z)),
+        z.kept("attention output", z.values),
         *postponed_mlp_half_terms(spec, strategy, b, s, layer),
+    ]
+
+
+def _postponed_latent_terms(latent: LatentAttention, z: _Sizes) -> list[ByteTerm]:
+    """Inputs of the layers behind the latents, and gradients of what comes out of all."""
+    q_rank = latent.q_lora_rank or 0
+    return [
+        z.own("latents, normed", q_rank + latent.kv_lora_rank),
+        z.own("gradients of latents", q_rank + latent.kv_down_size),
+        z.kept("gradients of q, k and v", z.heads * (z.head_dim + latent.kv_up_size)),
     ]
 
 

@@ -1,6 +1,7 @@
 """Floating-point operations of a training step, each a list of named terms with its source.
 
-    per token   forward    2·N_mm + 4·L·a·d·s_eff      N_mm: parameters in matrix products (cost.params)
+    per token   forward    2·N_mm + 4·L·a·d·s_eff      N_mm: parameters in matrix products (cost.params); of latent
+                                                       attention d is the mean of its keys' and its values'
                 training   3 × forward                 backward multiplies by weights and by activations
                 recompute  + forward of the layers     (full: each layer runs a second time; the head does not)
                            + attention's core          (selective: scores and values, 4·L·a·d·s_eff)
@@ -27,6 +28,7 @@ from meshwright.cost.context import score_share
 NARAYANAN = "Narayanan et al. 2021, appendix"
 GQA = "Ainslie et al. 2023, §2.2"
 GATED = "Shazeer 2020, eq. 6"
+MLA = "DeepSeek-AI 2024 (V2), §2.1"
 MOE = "Jiang et al. 2024, §2.1"
 SCORES, VALUES = "attention scores", "attention over values"
 WITHOUT_WEIGHTS = (SCORES, VALUES)
@@ -60,19 +62,30 @@ def layer_forward_terms(
             heads; the router always is.
         layer: which; all are alike but for a mixture's dense ones.
     """
-    h = spec.hidden_size
-    heads = largest_part(spec, "heads", spec.heads_size, tp)
-    kv = largest_part(spec, "kv_heads", spec.kv_size, tp)
-    score = 2 * heads * seq_length // (2 if causal else 1)
+    h, heads = spec.hidden_size, largest_part(spec, "heads", spec.heads_size, tp)
+    values = largest_part(spec, "heads", spec.values_size, tp)
     terms = [
-        FlopTerm("query projection", 2 * h * heads, NARAYANAN),
-        FlopTerm("key and value projections", 2 * h * 2 * kv, GQA),
-        FlopTerm(SCORES, score, NARAYANAN),
-        FlopTerm(VALUES, score, NARAYANAN),
-        FlopTerm("output projection", 2 * h * heads, NARAYANAN),
+        *_projection_terms(spec, tp),
+        FlopTerm(SCORES, 2 * heads * seq_length // (2 if causal else 1), NARAYANAN),
+        FlopTerm(VALUES, 2 * values * seq_length // (2 if causal else 1), NARAYANAN),
+        FlopTerm("output projection", 2 * h * values, NARAYANAN),
         *(_expert_terms(spec, tp) if spec.is_sparse(layer) else _mlp_terms(spec, "mlp", spec.ffn_size, tp)),
     ]
     return tuple(terms)
+
+
+def _projection_terms(spec: ModelSpec, tp: int) -> Iterator[FlopTerm]:
+    """To queries, keys and values; those to latents are whole on every rank of tp."""
+    h, heads = spec.hidden_size, largest_part(spec, "heads", spec.heads_size, tp)
+    if spec.latent is None:
+        kv = largest_part(spec, "kv_heads", spec.kv_size, tp)
+        yield FlopTerm("query projection", 2 * h * heads, NARAYANAN)
+        yield FlopTerm("key and value projections", 2 * h * 2 * kv, GQA)
+        return
+    latent, up = spec.latent, largest_part(spec, "heads", spec.num_heads * spec.latent.kv_up_size, tp)
+    yield FlopTerm("latents", 2 * h * ((latent.q_lora_rank or 0) + latent.kv_down_size), MLA)
+    yield FlopTerm("query projection", 2 * (latent.q_lora_rank or h) * heads, MLA)
+    yield FlopTerm("key and value projections", 2 * latent.kv_lora_rank * up, MLA)
 
 
 def _mlp_terms(spec: ModelSpec, name: str, ffn_size: int, tp: int) -> tuple[FlopTerm, ...]:

@@ -23,6 +23,7 @@ from math import ceil
 
 from meshwright.core.cluster import Device
 from meshwright.core.job import Job
+from meshwright.core.latent import LatentAttention
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
 from meshwright.core.profile import Profile, Stack
@@ -204,14 +205,26 @@ def _kernels(spec: ModelSpec, z: _Shape, tp: int, rates: Rates, fusion: _Fusion,
     inner = _expert_products(spec, z, tp, rates) if is_sparse else _mlp_products(z, z.ffn, rates)
     streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, fusion))
     return LayerKernels(
-        products=_projections(z, rates) + inner, attention=attention, streams=Seconds(streams_s, 2 * streams_s)
+        products=_projections(spec, z, rates) + inner,
+        attention=attention,
+        streams=Seconds(streams_s, 2 * streams_s),
     )
 
 
-def _projections(z: _Shape, rates: Rates) -> Seconds:
+def _projections(spec: ModelSpec, z: _Shape, rates: Rates) -> Seconds:
     """Of queries, keys and values, and of attention's output."""
+    if spec.latent is not None:
+        return _latent_projections(spec.latent, z, rates)
     q_kv = (z.heads + 2 * z.kv_heads) * z.head_dim
     return rates.product(z.tokens, q_kv, z.hidden) + rates.product(z.tokens, z.hidden, z.heads * z.head_dim)
+
+
+def _latent_projections(latent: LatentAttention, z: _Shape, rates: Rates) -> Seconds:
+    """Down to the latents, of the tokens that this rank holds between regions; up to the heads; the output."""
+    total = rates.product(z.b * z.between, (latent.q_lora_rank or 0) + latent.kv_down_size, z.hidden)
+    total += rates.product(z.tokens, z.heads * z.head_dim, latent.q_lora_rank or z.hidden)
+    total += rates.product(z.tokens, z.heads * latent.kv_up_size, latent.kv_lora_rank)
+    return total + rates.product(z.tokens, z.hidden, z.heads * latent.v_head_dim)
 
 
 def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
@@ -232,7 +245,7 @@ def _expert_products(spec: ModelSpec, z: _Shape, tp: int, rates: Rates) -> Secon
 
 
 def _fused_attention(z: _Shape, rates: Rates, fusion: _Fusion) -> Seconds:
-    """Half the scores, as the causal mask leaves them."""
+    """Half the scores, as the causal mask leaves them. Values of latent attention are as wide as keys."""
     profile = rates.profile
     reached = fusion.attention_share * profile.attention_efficiency
     share = reached * z.s / (z.s + profile.attention_half_keys)
@@ -257,14 +270,19 @@ def _stream_elements(spec: ModelSpec, z: _Shape, fusion: _Fusion) -> float:
     """Elements that the kernels between the products of a layer read and write, forward.
 
     Two norms (read, write), two residual sums (read both, write; with dropout a mask too), the activation (read one or
-    two, write), and copies of q, k and v: rotation, or transposition for unfused attention.
+    two, write), and copies of q, k and v: rotation, or transposition for unfused attention. Of latent attention also
+    two norms, k and v as they are put together, and the output as it is narrowed.
     """
     residual = 3.0 + 0.5 * fusion.dropout
     activation = 2.0 if z.num_matrices == 2 else 3.0
     copies = 2.0 * (spec.positions == "rope") + 2.0 * (not fusion.fused_attention)
     q_kv = (z.heads + z.kv_heads) * z.head_dim
     ffn = z.ffn if not spec.num_experts else spec.experts_per_token * z.ffn
-    return z.b * z.between * 2 * (2 + residual) * z.hidden + z.tokens * (activation * ffn + copies * q_kv)
+    between = z.b * z.between * 2 * (2 + residual) * z.hidden
+    if spec.latent is not None:
+        between += z.b * z.between * 2 * ((spec.latent.q_lora_rank or 0) + spec.latent.kv_lora_rank)
+        copies += 1.0 + 2.0 * spec.values_size / spec.heads_size
+    return between + z.tokens * (activation * ffn + copies * q_kv)
 
 
 def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> Seconds:

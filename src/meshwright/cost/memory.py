@@ -400,7 +400,7 @@ def _one_micro_batch(
 
 
 def tables_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
-    """Rotary tables: cosines of every head dim, sines of half of them, per position."""
+    """Rotary tables: cosines of every dim that turns, sines of half of them, per position."""
     if model.positions != "rope":
         return 0
-    return job.seq_length // strategy.cp * (model.head_dim + model.head_dim // 2) * strategy.recipe.parameter_bytes
+    return job.seq_length // strategy.cp * (model.rotary_dim + model.rotary_dim // 2) * strategy.recipe.parameter_bytes

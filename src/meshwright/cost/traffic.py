@@ -118,32 +118,46 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
 
     A sum is an all-reduce. With sequence parallelism it is a reduce-scatter and an all-gather, of which the embedding
     needs the one and the head's input the other; inputs of column-parallel layers are gathered once more in backward.
+    Latents are smaller than the hidden state that they stand for (:func:`_attention_inputs`).
     """
     m, whole = strategy.micro_batches_per_stage, region_bytes(model, job, strategy)
     num_layers = len(strategy.stage_layers(model.num_layers)[stage])
-    layers, is_full = 2 * m * num_layers, strategy.recompute == "full"
     is_first, is_last = strategy.stage_ends(stage)
-    first, last, again = m * is_first, m * is_last, 2 * m * strategy.num_recomputed(num_layers) * is_full
+    first, last, layers = m * is_first, m * is_last, m * num_layers
+    again = m * strategy.num_recomputed(num_layers) * (strategy.recompute == "full")
+    multiplied, passing = _attention_inputs(model)
 
-    def add(primitive: str, phase: str, times: int) -> None:
-        total.add(primitive, TP, phase, whole, strategy.tp, times)
+    def add(primitive: str, phase: str, hidden: int, of_layers: int, widths: Sequence[int]) -> None:
+        """So many hidden states, and of `of_layers` layers what has these widths."""
+        total.add(primitive, TP, phase, whole, strategy.tp, hidden)
+        for width in widths:
+            total.add(primitive, TP, phase, whole // model.hidden_size * width, strategy.tp, of_layers)
 
+    inputs = (*multiplied, *passing)
     if strategy.sequence == "megatron":
-        for phase, gathers, scatters in (
-            ("forward", layers + last, layers + first),
-            ("recompute", again, again),
-            ("backward", 2 * (layers + last) - last + first, layers + last),
-        ):
-            add("all_gather", phase, gathers)
-            add("reduce_scatter", phase, scatters)
+        add("all_gather", "forward", layers + last, layers, inputs)
+        add("reduce_scatter", "forward", 2 * layers + first, 0, ())
+        add("all_gather", "recompute", again, again, inputs)
+        add("reduce_scatter", "recompute", 2 * again, 0, ())
+        add("all_gather", "backward", 3 * layers + last + first, layers, multiplied)
+        add("reduce_scatter", "backward", layers + last, layers, inputs)
     else:
-        for phase, times in (("forward", layers + first), ("recompute", again), ("backward", layers + last)):
-            add("all_reduce", phase, times)
+        add("all_reduce", "forward", 2 * layers + first, 0, ())
+        add("all_reduce", "recompute", 2 * again, 0, ())
+        add("all_reduce", "backward", layers + last, layers, inputs)
     add_tensor_traffic(total, model, job, strategy, stage, whole)
     if is_last:
         tokens = strategy.micro_batch_size * (job.seq_length // strategy.cp) * strategy.recipe.statistic_bytes
         total.add("all_reduce", TP, "forward", tokens, strategy.tp, m)
         total.add("all_reduce", TP, "forward", job.num_loss_sums * tokens, strategy.tp, m)
+
+
+def _attention_inputs(model: ModelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Widths of what enters the heads of a layer by a product with weights, and of what enters without."""
+    latent = model.latent
+    if latent is None:
+        return (model.hidden_size,), ()
+    return (latent.q_lora_rank or model.hidden_size, latent.kv_lora_rank), (latent.qk_rope_head_dim,)
 
 
 def _pipeline(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:

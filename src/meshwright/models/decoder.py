@@ -14,8 +14,7 @@ Shapes: b sequences, s tokens, h hidden, a query heads, g key/value heads, d hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +22,12 @@ from torch import nn
 
 from meshwright.core.batch import Places
 from meshwright.core.model import ModelSpec
-from meshwright.models.documents import document_mask, position_ids
+from meshwright.models.attention import Attention, Projections, RMSNorm, linear
+from meshwright.models.documents import position_ids
 from meshwright.models.experts import MoE
-from meshwright.models.functions import LOW_PRECISION, rms_norm, rotate, swiglu
+from meshwright.models.functions import LOW_PRECISION, swiglu
+from meshwright.models.latent import LatentAttention
 from meshwright.models.rope import Rope
-
-Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q, k, v) → what attention gives, of sequences whose places it knows."""
-
-
-class RMSNorm(nn.Module):
-    """Parameter `weight` [size]."""
-
-    def __init__(self, size: int, eps: float, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -65,86 +51,15 @@ def _norm(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Modul
     return kind(spec.hidden_size, spec.norm_eps, device, dtype)
 
 
-class _Linear(nn.Linear):
+class _Embedding(nn.Embedding):
     """Weights are set from outside; a default initialisation would only take time, on the meta device most."""
 
     def reset_parameters(self) -> None:
         return
 
 
-class _Embedding(nn.Embedding):
-    """As :class:`_Linear`."""
-
-    def reset_parameters(self) -> None:
-        return
-
-
-def _linear(into: int, out: int, bias: bool, device: torch.device, dtype: torch.dtype) -> nn.Linear:
-    return _Linear(into, out, bias, device=device, dtype=dtype)
-
-
 def _embedding(rows: int, size: int, device: torch.device, dtype: torch.dtype) -> nn.Embedding:
     return _Embedding(rows, size, device=device, dtype=dtype)
-
-
-class Projections(nn.Module):
-    """Several linear layers of one input: x [b, s, h] → their outputs. Another one may compute them together."""
-
-    def forward(self, x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
-        return tuple(layer(x) for layer in layers)
-
-
-class AttentionCore(nn.Module):
-    """What attention does without weights: softmax(q·kᵀ/√d)·v under the causal mask. Other cores may take its place.
-
-    q [b, a, s, d] and k, v [b, g, s, d] → [b, a, s, d]. Of several documents in a sequence each sees itself alone.
-    """
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        if places is None or places.documents is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        mask = document_mask(places.documents).unsqueeze(1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-
-
-class Attend(nn.Module):
-    """Attention behind its projections: the core, heads joined, o. Another one may keep less of it for backward.
-
-    q [b, a, s, d] and k, v [b, g, s, d] → [b, s, h].
-    """
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, o: nn.Module) -> torch.Tensor:
-        return o(core(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads. [b, s, h] → [b, s, h]."""
-
-    def __init__(self, spec: ModelSpec, rope: Rope | None, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim = spec.head_dim
-        self.rope = rope
-        self.q = _linear(spec.hidden_size, spec.heads_size, spec.qkv_bias, device, dtype)
-        self.k = _linear(spec.hidden_size, spec.kv_size, spec.qkv_bias, device, dtype)
-        self.v = _linear(spec.hidden_size, spec.kv_size, spec.qkv_bias, device, dtype)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device, dtype) if spec.qk_norm else None
-        self.project = Projections()
-        self.core = AttentionCore()
-        self.attend = Attend()
-        self.o = _linear(spec.heads_size, spec.hidden_size, spec.out_bias, device, dtype)
-
-    def forward(self, x: torch.Tensor, places: Places | None = None) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x, self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            at = () if places is None else (places.positions,)
-            cos, sin = self.rope(q.shape[1], q.device, q.dtype, *at)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        core = self.core if places is None else partial(self.core, places=places)
-        return self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core, self.o)
 
 
 def _activate(kind: str, x: torch.Tensor) -> torch.Tensor:
@@ -165,10 +80,10 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = spec.activation
         sizes = (spec.hidden_size, ffn_size, spec.mlp_bias, device, dtype)
-        self.gate = _linear(*sizes) if spec.gated_mlp else None
-        self.up = _linear(*sizes)
+        self.gate = linear(*sizes) if spec.gated_mlp else None
+        self.up = linear(*sizes)
         self.project = Projections()
-        self.down = _linear(ffn_size, spec.hidden_size, spec.mlp_bias, device, dtype)
+        self.down = linear(ffn_size, spec.hidden_size, spec.mlp_bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gate is None:
@@ -180,7 +95,7 @@ class MLP(nn.Module):
 
 def _moe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> MoE:
     shared = MLP(spec, spec.shared_ffn_size, device, dtype) if spec.shared_ffn_size else None
-    gate = _linear(spec.hidden_size, 1, False, device, dtype) if spec.shared_gate else None
+    gate = linear(spec.hidden_size, 1, False, device, dtype) if spec.shared_gate else None
     return MoE(spec, shared, gate, _inner, device, dtype)
 
 
@@ -192,7 +107,8 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = _norm(spec, device, dtype)
-        self.attention = Attention(spec, rope, device, dtype)
+        attention = Attention if spec.latent is None else LatentAttention
+        self.attention = attention(spec, rope, device, dtype)
         self.mlp_norm = _norm(spec, device, dtype)
         self.mlp = _moe(spec, device, dtype) if spec.is_sparse(layer) else MLP(spec, spec.ffn_size, device, dtype)
         self.attention_dropout = nn.Identity()
@@ -226,7 +142,7 @@ class Decoder(nn.Module):
             {str(layer): DecoderLayer(spec, layer, rope, device, dtype) for layer in range(spec.num_layers)}
         )
         self.final_norm = _norm(spec, device, dtype)
-        self.head = _linear(spec.hidden_size, spec.vocab_size, False, device, dtype)
+        self.head = linear(spec.hidden_size, spec.vocab_size, False, device, dtype)
         if spec.tied_embeddings:
             self.head.weight = self.embedding.weight
 

@@ -6,8 +6,10 @@ A rank reads only the boxes that it holds: :class:`HFCheckpoint` slices the file
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from meshwright.core.errors import CheckpointError
+from meshwright.core.errors import CheckpointError, MeshwrightWarning
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.placement import Box
@@ -130,13 +132,28 @@ class HFCheckpoint:
         known = {name.replace("{prefix}", self._prefix) for name in names}
         if self.spec.tied_embeddings:
             known.add(_TIED_HEAD)
-        ignored = name_map(self.spec).ignored
-        strangers = sorted(name for name in self._where if name not in known and not name.endswith(ignored))
+        names_of = name_map(self.spec)
+        ignored, further = names_of.ignored, self._further_layers() if names_of.skips_further_layers else frozenset()
+        strangers = sorted(n for n in self._where if n not in known and n not in further and not n.endswith(ignored))
         if strangers:
             raise CheckpointError(
                 f"{self.folder}: {len(strangers)} tensors have no place in `{self.spec.name}`, for instance "
                 f"`{strangers[0]}`; the checkpoint is of another model"
             )
+
+    def _further_layers(self) -> frozenset[str]:
+        """Names of tensors of layers behind the last, which the model has no use for; says so."""
+        found = re.compile(rf"{re.escape(self._prefix)}layers\.(\d+)\.")
+        numbers = {name: int(at[1]) for name in self._where if (at := found.match(name))}
+        further = {name for name, layer in numbers.items() if layer >= self.spec.num_layers}
+        if further:
+            warnings.warn(
+                f"{self.folder}: {len(further)} tensors of layers from {self.spec.num_layers} on are left out: they "
+                "predict further tokens in training, and are no part of the model",
+                MeshwrightWarning,
+                stacklevel=2,
+            )
+        return frozenset(further)
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

@@ -66,6 +66,8 @@ class NameMap:
     rows: Mapping[str, Source]
     ignored: tuple[str, ...] = ()
     """Ends of names of constant tables that some checkpoints carry."""
+    skips_further_layers: bool = False
+    """Whether layers behind the last are left out: modules that predict further tokens."""
 
     def sources(self, spec: ModelSpec) -> dict[str, Source]:
         """Our name → source, `{layer}` filled in, `{prefix}` not yet."""
@@ -154,12 +156,31 @@ _DEEPSEEK = _experts("mlp.gate", "mlp.experts.{expert}", _PROJECTIONS, "mlp.shar
 _GPT2_MAP = NameMap(("transformer.", ""), MappingProxyType(_GPT2), (".attn.bias", ".attn.masked_bias"))
 
 
-def _llama_map(rows: Mapping[str, Source]) -> NameMap:
-    return NameMap(("model.", ""), MappingProxyType(dict(rows)), (".rotary_emb.inv_freq",))
+def _llama_map(rows: Mapping[str, Source], skips_further_layers: bool = False) -> NameMap:
+    return NameMap(("model.", ""), MappingProxyType(dict(rows)), (".rotary_emb.inv_freq",), skips_further_layers)
+
+
+def _latent_rows(query: str) -> dict[str, Source]:
+    """DeepSeek-V2 and V3; `query` is what projects to the heads' queries."""
+    at, names = (
+        "{prefix}layers.{layer}.self_attn.",
+        {
+            "attention.latents.q": "q_a_proj",
+            "attention.latents.q_norm": "q_a_layernorm",
+            "attention.latents.kv": "kv_a_proj_with_mqa",
+            "attention.latents.kv_norm": "kv_a_layernorm",
+            "attention.q": query,
+            "attention.kv": "kv_b_proj",
+        },
+    )
+    return _DEEPSEEK | _pairs({ours: (at + theirs, False) for ours, theirs in names.items()})
 
 
 _LLAMA_MAP = _llama_map(_LLAMA)
-_MIXTURE = _DEEPSEEK | _pairs({"positions": ("{prefix}embed_positions", False)})
+_LATENT_MAP = _llama_map(_latent_rows("q_b_proj"), skips_further_layers=True)
+_PLAIN_QUERY_MAP = _llama_map(_latent_rows("q_proj"), skips_further_layers=True)
+"""Without a latent of queries."""
+_MIXTURE = _latent_rows("q_b_proj") | _DEEPSEEK | _pairs({"positions": ("{prefix}embed_positions", False)})
 """Biases and learned positions too, for what has no class elsewhere."""
 
 NAME_MAPS: Mapping[str, NameMap] = MappingProxyType(
@@ -173,6 +194,8 @@ NAME_MAPS: Mapping[str, NameMap] = MappingProxyType(
         "qwen2_moe": _llama_map(_QWEN_MOE),
         "qwen3_moe": _llama_map(_QWEN_MOE),
         "deepseek": _llama_map(_DEEPSEEK),
+        "deepseek_v2": _LATENT_MAP,
+        "deepseek_v3": _LATENT_MAP,
         "dots1": _llama_map(_DEEPSEEK),
         "mixture": _llama_map(_MIXTURE),
     }
@@ -186,4 +209,5 @@ def name_map(spec: ModelSpec) -> NameMap:
         raise UnsupportedError(
             f"`{spec.name}`: weights of the {spec.family} family are not read or written ({known} are)"
         )
-    return NAME_MAPS[spec.family]
+    found = NAME_MAPS[spec.family]
+    return _PLAIN_QUERY_MAP if found is _LATENT_MAP and spec.latent and not spec.latent.q_lora_rank else found

@@ -7,14 +7,34 @@ import math
 import torch
 from torch import nn
 
-from meshwright.core.model import ModelSpec, RopeScaling
+from meshwright.core.latent import RopeScaling, YarnScaling
+from meshwright.core.model import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """Radians per position of each dim pair: [head_dim/2], fp32 as in the models' reference implementation."""
-    exponents = torch.arange(0, spec.head_dim, 2, device="cpu", dtype=torch.float32) / spec.head_dim
+    """Radians per position of each dim pair: [rotary_dim/2], fp32 as in the models' reference implementation."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, device="cpu", dtype=torch.float32) / spec.rotary_dim
     frequencies = 1.0 / (spec.rope_theta**exponents)
+    if isinstance(spec.rope_scaling, YarnScaling):
+        return _yarn(frequencies, spec.rope_scaling, spec)
     return frequencies if spec.rope_scaling is None else _llama3(frequencies, spec.rope_scaling)
+
+
+def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, spec: ModelSpec) -> torch.Tensor:
+    """Likewise; blended by the dim's number, between those that turn `beta_fast` and `beta_slow` times.
+
+    Source: Peng et al. 2023 (YaRN), §3.2, with bounds rounded to whole dims as in its published implementation.
+    """
+    dim, base = spec.rotary_dim, spec.rope_theta
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dim_of(scaling.beta_slow)), dim - 1)
+    number = torch.arange(dim // 2, device="cpu", dtype=torch.float32)
+    slow = ((number - low) / (max(high - low, 1e-3))).clamp(0, 1)
+    return frequencies / scaling.factor * slow + frequencies * (1 - slow)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -46,7 +66,7 @@ class Rope(nn.Module):
     def forward(
         self, length: int, device: torch.device, dtype: torch.dtype, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos [length, 1, head_dim] and sin [length, 1, head_dim/2].
+        """cos [length, 1, rotary_dim] and sin [length, 1, rotary_dim/2].
 
         Args:
             length: tokens of a sequence that are here.
@@ -63,5 +83,7 @@ class Rope(nn.Module):
     def _tables(self, at: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         positions, device = at.to(torch.float32), at.device
         angles = torch.outer(positions, inverse_frequencies(self.spec).to(device)).unsqueeze(1)
-        cos = angles.cos()
-        return torch.cat((cos, cos), dim=-1).to(dtype), angles.sin().to(dtype)
+        scaling = self.spec.rope_scaling
+        scale = scaling.table_scale if isinstance(scaling, YarnScaling) else 1.0
+        cos = angles.cos() * scale
+        return torch.cat((cos, cos), dim=-1).to(dtype), (angles.sin() * scale).to(dtype)

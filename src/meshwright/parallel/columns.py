@@ -48,6 +48,7 @@ class Region:
     Attributes:
         axis: the tp axis.
         gathers: the input is this rank's tokens [b, s/t, h] of each sequence; otherwise all tokens [.., h].
+        is_replicated: weights are whole on every rank, and so is what is made of them: nothing is gathered or summed.
         keeps_order: outputs are [b, s, ..]; otherwise [t·b, s/t, ..], one rank's tokens after the other's, which needs
             no copy and is enough where no token meets another.
     """
@@ -55,12 +56,18 @@ class Region:
     axis: Axis
     gathers: bool = False
     keeps_order: bool = True
+    is_replicated: bool = False
     products: Products = field(default_factory=Products)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank holds a part of the tokens only."""
-        return self.gathers and self.axis.size > 1
+        """Whether a rank holds a part of the tokens only, and gathers the others'."""
+        return self.gathers and self.axis.size > 1 and not self.is_replicated
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a rank has nothing to gather or to sum."""
+        return self.axis.size == 1 or self.is_replicated
 
     def whole_start(self, x: torch.Tensor) -> Wait:
         """Start to make the whole input."""
@@ -77,7 +84,7 @@ class Region:
 
     def sum_start(self, grad: torch.Tensor) -> Wait:
         """Start to sum the gradient of the whole input; this rank's part of it. `grad` may be overwritten."""
-        if self.axis.size == 1:
+        if self.is_alone:
             return lambda: grad
         if not self.is_cut:
             work = all_reduce_start(grad, self.axis)
@@ -87,6 +94,24 @@ class Region:
         own = parts.new_empty(parts.shape[1:])
         scattered = reduce_scatter_start(own, parts, self.axis)
         return lambda: (scattered.wait(), own)[1]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        whole = region.whole_start(x)()
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.region.sum_start(grad.clone(memory_format=torch.contiguous_format))(), None
+
+
+def enter(x: torch.Tensor, region: Region) -> torch.Tensor:
+    """What passes into a region without a product: made whole, and its gradient summed, like its layers' input."""
+    return _Enter.apply(x, region)
 
 
 def by_rank(x: torch.Tensor, num_ranks: int) -> torch.Tensor:

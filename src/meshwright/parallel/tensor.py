@@ -33,7 +33,7 @@ from meshwright.core.layouts import CUT_BY_1D, SequenceKind
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.placement import dim_range
 from meshwright.parallel import experts
-from meshwright.parallel.columns import Region, by_rank, columns
+from meshwright.parallel.columns import Region, by_rank, columns, enter
 from meshwright.parallel.states import GradientSink
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -43,6 +43,10 @@ PROJECT = "project"
 """Name of the modules that run the column-parallel layers of a region together."""
 EXPERTS = "experts"
 """Name of the module of all experts of a layer."""
+ENTER = "enter"
+"""Name of the modules through which something passes into a region without a product."""
+LATENTS = "latents"
+"""Parent of layers whose weights are whole on every rank: of latent attention, those before the heads."""
 ELEMENTWISE = ("mlp", "shared")
 """Regions in which no token meets another, so that their order doesn't matter."""
 
@@ -77,8 +81,19 @@ class ColumnProjections(nn.Module):
     def forward(self, x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tensor, ...]:
         if all(layer.multiply is None for layer in layers):
             return columns(x, self.region, layers)
-        x = copy_to(x, self.region.axis)
+        x = x if self.region.is_replicated else copy_to(x, self.region.axis)
         return tuple((layer.multiply or F.linear)(x, layer.weight, layer.bias) for layer in layers)
+
+
+class Enter(nn.Module):
+    """x on its way into a region: this rank's tokens become all, gradients are summed."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return enter(x, self.region)
 
 
 class RowParallelLinear(nn.Module):
@@ -163,6 +178,8 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind 
         name = "embedding.weight" if path == "head" and spec.tied_embeddings else f"{path}.weight"
         if child == PROJECT:
             replacement: nn.Module | None = ColumnProjections(region)
+        elif child == ENTER:
+            replacement = Enter(region)
         else:
             replacement = _replacement(module, weights.get(name), spec, region)
         if replacement is not None:
@@ -172,7 +189,8 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind 
 
 
 def _region(path: str, axis: Axis, sequence: SequenceKind) -> Region:
-    return Region(axis, gathers=sequence == "megatron", keeps_order=path.rpartition(".")[2] not in ELEMENTWISE)
+    name = path.rpartition(".")[2]
+    return Region(axis, sequence == "megatron", name not in ELEMENTWISE, is_replicated=name == LATENTS)
 
 
 def _replacement(module: nn.Module, weight: ParamSpec | None, spec: ModelSpec, region: Region) -> nn.Module | None:
@@ -180,6 +198,8 @@ def _replacement(module: nn.Module, weight: ParamSpec | None, spec: ModelSpec, r
         return None
     if EXPERTS in weight.dims:
         return experts.ExpertLinear(module)
+    if isinstance(module, nn.Linear) and region.is_replicated:
+        return ColumnParallelLinear(module, region)
     if isinstance(module, nn.Linear) and not any(dim in CUT_BY_1D for dim in weight.dims):
         return None  # such as the gate of shared experts: whole on every rank
     if isinstance(module, nn.Linear):

@@ -127,6 +127,15 @@ def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
     }
 
 
+def _latent(model: ModelSpec) -> dict[str, object]:
+    """Small latents, with values narrower than keys."""
+    if model.latent is None:
+        return {}
+    sizes = {"kv_lora_rank": 2 * HEAD_DIM, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": 2, "v_head_dim": HEAD_DIM}
+    latent = model.latent.model_copy(update={"q_lora_rank": model.latent.q_lora_rank and 3 * HEAD_DIM, **sizes})
+    return {"latent": latent, "head_dim": latent.head_dim}
+
+
 def _cluster(planned: Strategy, strategy: Strategy) -> ClusterSpec:
     """This machine; where the plan's collectives over dp go in two levels, its ranks stand for those of two nodes."""
     cluster = load_cluster(f"local:{strategy.world_size}")
@@ -161,6 +170,7 @@ def _model(model: ModelSpec, strategy: Strategy, *, has_kv_replicas: bool) -> Mo
             "num_heads": num_heads,
             "num_kv_heads": kv_heads,
             "head_dim": HEAD_DIM,
+            **_latent(model),
             "ffn_size": 6 * tp,
             **_experts(model, strategy),
             "max_positions": 2 * SEQ_LENGTH,

@@ -54,6 +54,8 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
             f"`{spec.name}` has experts of limited capacity: which tokens they drop depends on all that run together, "
             "so that an answer would depend on its neighbours; serve a model without"
         )
+    if spec.latent is not None:
+        raise UnsupportedError(f"`{spec.name}` has latent attention, which is trained and not served yet")
     if spec.num_experts and s.tp * s.pp > 1:
         raise UnsupportedError(f"`{spec.name}` is a mixture of experts: it is served by one rank; take tp=1 and pp=1")
 
