@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
+from meshwright.core.latent import LatentAttention
 from meshwright.core.legal import all_degrees, check, divisors, nearest_legal
 from meshwright.core.plan import Plan
 from meshwright.core.router import RouterSpec
@@ -47,6 +48,17 @@ BROKEN = {
         {"ffn_size": 50},
         {},
         "q²=4 of tensor.kind=3d does not divide the feed-forward width 50",
+    ),
+    "latent": (
+        8,
+        {"dp": 2, "tp": 4, "micro_batch_size": 2, "num_micro_batches": 3, "tensor": {"kind": "2d"}},
+        {
+            "num_kv_heads": 12,
+            "head_dim": 6,
+            "latent": LatentAttention(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4),
+        },
+        {},
+        "has latent attention: tensor.kind=2d",
     ),
     "tensor-alone": (
         8,
