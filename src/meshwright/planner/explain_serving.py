@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.cluster import ClusterSpec
+from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import divisors
 from meshwright.core.serving import Layout, Requests, broken_rules
 from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.serving import KEYS, LATENCY, LIMITS, WEIGHTS, StepCosts, Work, arithmetic_balance

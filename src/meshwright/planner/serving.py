@@ -18,8 +18,8 @@ from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
+from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import divisors
 from meshwright.core.serving import Layout, Requests, ServingPlan, broken_rules, check_layout, check_length
 from meshwright.core.units import format_bytes
 from meshwright.cost.serving import StepCosts
