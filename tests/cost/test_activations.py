@@ -152,6 +152,13 @@ def test_ends_stand_on_the_end_stages():
     assert alone == front + 3 * layer + back
 
 
+def test_a_rank_of_cp_looks_up_its_own_tokens():
+    spec = SPECS["gpt2"]
+    whole = embedding_terms(spec, Strategy(), B, 40)
+    part = embedding_terms(spec, Strategy(context={"degree": 4}), B, 40)
+    assert [4 * term.bytes for term in part] == [term.bytes for term in whole]
+
+
 def test_statistics_are_at_least_fp32():
     spec = SPECS["gpt2"]
     exponentials = loss_terms(spec, Strategy(tp=2, precision="bf16"), B, S)[0]

@@ -52,7 +52,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("sigmoid", {"pp": 4, "schedule": "dualpipe", "num_micro_batches": 8}),
     ("mixture", {"dp": 2, "expert": {"degree": 2}, "num_micro_batches": 2}),
     ("capacity", {"dp": 2, "expert": {"degree": 2}, "zero": 1, "micro_batch_size": 2, "recompute": "full"}),
-    ("shared", {"dp": 4, "expert": {"degree": 2}, "zero": 3, "num_micro_batches": 2}),
+    ("shared", {"dp": 4, "expert": {"degree": 2}, "zero": 3, "num_micro_batches": 2, "tile": 2}),
     ("sigmoid", {"dp": 4, "expert": {"degree": 4}, "zero": 1, "micro_batch_size": 2}),
     ("choice", {"dp": 4, "expert": {"degree": 2}, "zero": 2}),
     ("batch", {"dp": 2, "tp": 2, "expert": {"degree": 2}, "num_micro_batches": 2, "schedule": "gpipe"}),

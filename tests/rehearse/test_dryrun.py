@@ -27,7 +27,7 @@ from meshwright.rehearse.verify import rehearsed_differences
 from meshwright.run.dryrun import Rehearsal, dry_run
 from meshwright.schedule.build import build_program
 from tests.parallel.cases import FACTORS, MAX_RANKS, MODELS, num_ranks, plan_of, strategy_of
-from tests.parallel.layouts import gpt2, llama, make_job, make_plan, qwen3
+from tests.parallel.layouts import gpt2, llama, make_job, make_plan, mixture, qwen3
 from tests.parallel.runs import dataset, make_engine, own_batches, run_plan
 
 SAMPLE_SIZE = 16
@@ -87,6 +87,23 @@ def test_a_sample_of_legal_layouts_is_as_forecast() -> None:
 )
 def test_offload_precisions_and_tables_without_an_end_too(strategy: dict[str, Any]) -> None:
     assert_as_forecast(make_plan(llama(num_layers=4), **strategy))
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        (mixture({"noise": "gaussian"}), {"tp": 2, "precision": "bf16"}),
+        (mixture({"noise": "jitter"}, shared_ffn_size=8), {"precision": "bf16"}),
+        (mixture({"capacity_factor": 0.5}), {"num_micro_batches": 2}),
+        (mixture({"chooses": "experts", "balance_loss": 0.0}), {"pp": 2, "schedule": "zb-h1", "num_micro_batches": 4}),
+        (mixture(num_experts=6), {"dp": 2, "expert": {"degree": 2}}),
+        (mixture(num_experts=6, experts_per_token=1), {"dp": 3, "expert": {"degree": 3}}),
+        (mixture(), {"dp": 2, "zero": 3, "tile": 2}),
+    ],
+    ids=["gaussian", "jitter", "half full", "experts choose", "odd experts", "odd rows", "tiles"],
+)
+def test_what_a_rehearsal_cannot_see_is_as_even_or_full_as_in_the_forecast(model: Any, strategy: Any) -> None:
+    assert_as_forecast(make_plan(model, **strategy))
 
 
 def measured_on_rank(rank: int, world: int, text: str) -> RankRecord:

@@ -239,7 +239,10 @@ def _own_box(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[
 
 
 def is_tiled(param: ParamSpec) -> bool:
-    """Whether it is the weight of a linear layer that can run in tiles: of a layer's, or of an untied head."""
+    """Whether it is the weight of a linear layer that can run in tiles: of a layer's, or of an untied head. A router's
+    few rows stay whole."""
+    if param.part == "router":
+        return False
     return len(param.shape) == 2 and (param.layer is not None or param.part == "head")
 
 

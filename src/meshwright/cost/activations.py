@@ -160,6 +160,7 @@ def _expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
         *(ByteTerm(f"experts' {term.name}", term.bytes) for term in inside),
         rows.kept("experts' output", z.hidden),
     ]
+    terms += _noise_terms(spec, z)
     if spec.shared_ffn_size:
         shared = _inner_terms(spec, z, z.shared_ffn, spec.gated_mlp)
         terms += [ByteTerm(f"shared experts' {term.name}", term.bytes) for term in shared]
@@ -168,12 +169,22 @@ def _expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
     return terms
 
 
+def _noise_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
+    """Of a gate with noise, in training. What the router multiplies under jitter is not what shared experts do."""
+    if spec.gate.noise == "gaussian":
+        return [z.statistics("noise", spec.num_experts), z.statistics("deviation of noise", spec.num_experts)]
+    if spec.gate.noise == "none":
+        return []
+    own = [z.hidden_state("router input")] if spec.shared_ffn_size else []
+    return [ByteTerm("jitter", z.between * z.hidden * z.statistic_bytes), *own]
+
+
 def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
     """What one layer keeps of one micro-batch on one rank when nothing is recomputed.
 
     Args:
         spec: the model; of a mixture, experts are taken to be evenly loaded. On one process, without a capacity, it
-            keeps as much whatever their loads. Noise of a gate is not counted.
+            keeps as much whatever their loads.
         strategy: read for tp, sequence parallelism and precision.
         b: sequences of the micro-batch.
         s: tokens of a sequence.
@@ -313,7 +324,7 @@ def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) ->
 def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the vocabulary-parallel embedding keeps: the ids it looked up and which of them lie on other ranks.
 
-    On a grid every rank looks up the ids of its whole grid.
+    On a grid every rank looks up the ids of its whole grid; of cp ranks each its own.
     """
     tokens = b * s // strategy.cp // strategy.grid.sizes.get(TP_DEPTH, 1)
     terms = [ByteTerm("token ids", tokens * _INDEX_BYTES), ByteTerm("ids of other ranks", tokens * _FLAG_BYTES)]

@@ -197,7 +197,7 @@ class Experts(nn.Module):
             places = places.masked_fill(~choice.kept.flatten(), self.num_experts)  # behind all others
         order = places.argsort(stable=True)
         if choice.kept is not None:
-            order = order[: sum(rows_per_expert(loads, len(order)))].clone()
+            order = order[: sum(rows_per_expert(loads, choice.most or 0))].clone()
         inverse = torch.empty_like(places)
         inverse[order] = torch.arange(len(order), device=x.device)
         rows = _Permute.apply(x, order, inverse, k, is_whole)

@@ -30,6 +30,8 @@ class Choice:
     """[T, k] int64, best first; where experts choose [T, E], all of them."""
     kept: torch.Tensor | None
     """[T, k] bool: whether the expert has taken the token; None: all have."""
+    most: int | None = None
+    """How many are taken where all experts are full; None: all."""
 
     def is_kept(self) -> torch.Tensor:
         """`kept`, spelt out."""
@@ -63,11 +65,12 @@ def select(logits: torch.Tensor, bias: torch.Tensor | None, model: ModelSpec) ->
     if spec.num_groups > 1:
         wanted = _best_groups(wanted, spec)
     experts = wanted.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    kept = None
-    if spec.capacity_factor is not None:
-        room = spec.capacity(logits.shape[1], model.num_experts, k)
-        kept = _with_room(experts, scores, spec, room).flatten(0, 1)
-    return Choice(experts.flatten(0, 1).contiguous(), kept)
+    if spec.capacity_factor is None:
+        return Choice(experts.flatten(0, 1).contiguous(), None)
+    b, s = logits.shape[:2]
+    room = spec.capacity(s, model.num_experts, k)
+    kept = _with_room(experts, scores, spec, room).flatten(0, 1)
+    return Choice(experts.flatten(0, 1).contiguous(), kept, b * min(s * k, model.num_experts * room))
 
 
 def _experts_choose(scores: torch.Tensor, model: ModelSpec) -> Choice:
@@ -75,7 +78,8 @@ def _experts_choose(scores: torch.Tensor, model: ModelSpec) -> Choice:
     room = model.gate.capacity(scores.shape[1], model.num_experts, model.experts_per_token)
     rank = scores.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)  # of each token, by expert
     experts = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
-    return Choice(experts.flatten(0, 1).contiguous(), (rank < room).flatten(0, 1))
+    most = scores.shape[0] * model.num_experts * room
+    return Choice(experts.flatten(0, 1).contiguous(), (rank < room).flatten(0, 1), most)
 
 
 def _best_groups(wanted: torch.Tensor, spec: RouterSpec) -> torch.Tensor:

@@ -74,7 +74,8 @@ class Exchange:
         """(rows for each rank, rows of each run that come: by rank, then by own expert)."""
         coming = all_to_all(torch.empty_like(loads), loads.contiguous(), self._axis)
         if loads.is_meta or is_fake(loads):  # nothing is known: evenly
-            return _even(len(rows), self._axis.size), _even(len(rows), len(loads))
+            by_rank = _even(len(rows), self._axis.size)
+            return by_rank, [count for some in by_rank for count in _even(some, len(loads) // self._axis.size)]
         return loads.view(self._axis.size, -1).sum(1).tolist(), coming.tolist()
 
 

@@ -123,7 +123,8 @@ class Routers:
             router.scales = self.scales if self._spec.gate.has_losses else None
             if self._spec.gate.noise != "none":
                 key = (self.step * 1_000_003 + layer) * 1_000_003 + self._noise_key
-                router.generator = torch.Generator(router.weight.device).manual_seed(key)
+                device = "cpu" if router.weight.is_meta else router.weight.device  # a rehearsal draws nothing
+                router.generator = torch.Generator(device).manual_seed(key)
         try:
             yield
         finally:
