@@ -49,11 +49,12 @@ def test_greedy_tokens_of_every_family(name: str):
     assert tokens(engine.generate(prompts, GREEDY)) == expected, "with prefixes of the cache"
 
 
-def test_greedy_tokens_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "qwen3-moe"])
+def test_greedy_tokens_are_those_of_transformers(tmp_path, name: str):
     transformers = pytest.importorskip("transformers")
     from meshwright.models.hf import export
 
-    model = random_model(SPECS["qwen2"])
+    model = random_model(SPECS[name])
     export(tmp_path / "out", model.spec, model.stored())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     prompts = prompts_of(model, 2, 9, 17)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from meshwright.comm.mesh import Mesh
-from meshwright.core.strategy import Strategy
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.job import Job
+from meshwright.core.plan import Plan
+from meshwright.core.sources import load_cluster
+from meshwright.core.strategy import Expert, Strategy
 from meshwright.cost.kv_cache import kv_token_bytes
 from meshwright.models.generate import generate
+from meshwright.models.hf import export
+from meshwright.run.served import open_model
 from meshwright.serve.engine import Engine
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams
+from meshwright.serve.runner import check_servable
 from tests.models.tiny import SPECS, random_model, random_tokens
 
 OPTIONS = ServeOptions(block_size=4, num_blocks=14, step_tokens=9)
@@ -25,7 +34,7 @@ def prompts_of(name: str) -> list[list[int]]:
 def serve(rank: int, world: int, name: str, strategy: Strategy) -> tuple[list[list[int]], int, int]:
     """(tokens, preemptions, bytes of the cache)."""
     model = random_model(SPECS[name])
-    engine = Engine(model, strategy, OPTIONS, mesh=Mesh.create(strategy.sizes))
+    engine = Engine(model, strategy, OPTIONS, mesh=Mesh.create(strategy.sizes, ep=strategy.ep))
     engine.beat()
     answers = engine.generate(prompts_of(name), SamplingParams(max_tokens=10, temperature=0))
     found = [answer.tokens for group in answers for answer in group]
@@ -33,17 +42,61 @@ def serve(rank: int, world: int, name: str, strategy: Strategy) -> tuple[list[li
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp"),
-    [("llama", 2, 1), ("llama", 1, 2), ("gpt2", 2, 2), ("llama-tied-scaled", 4, 1), ("qwen3-wide-heads", 2, 2)],
-)
-def test_tokens_of_every_layout_are_those_of_one_process(ranks, name: str, tp: int, pp: int):
-    strategy = Strategy(tp=tp, pp=pp)
-    results = ranks(serve, tp * pp, name, strategy)
+    ("name", "tp", "pp", "ep"),
+    [
+        ("llama", 2, 1, 1), ("llama", 1, 2, 1), ("gpt2", 2, 2, 1), ("llama-tied-scaled", 4, 1, 1),
+        ("qwen3-wide-heads", 2, 2, 1), ("mixtral", 2, 1, 1), ("qwen3-moe", 1, 2, 2), ("deepseek", 2, 1, 2),
+    ],
+)  # fmt: skip
+def test_tokens_of_every_layout_are_those_of_one_process(ranks, name: str, tp: int, pp: int, ep: int):
+    strategy = Strategy(tp=tp, pp=pp, dp=ep, expert=Expert(degree=ep))
+    results = ranks(serve, tp * pp * ep, name, strategy)
     model = random_model(SPECS[name])
     expected = [generate(model, torch.tensor([p]), 10, temperature=0)[0, len(p) :].tolist() for p in prompts_of(name)]
     found, preemptions, _ = results[0]
     assert found == expected
     assert preemptions > 0
-    assert [tokens for tokens, _, _ in results[1:]] == [[]] * (tp * pp - 1)
+    assert [tokens for tokens, _, _ in results[1:]] == [[]] * (tp * pp * ep - 1)
     for rank, (_, _, cache_bytes) in enumerate(results):
-        assert cache_bytes == 14 * 4 * kv_token_bytes(model.spec, strategy, rank // tp)
+        assert cache_bytes == 14 * 4 * kv_token_bytes(model.spec, strategy, rank // (tp * ep))
+
+
+def serve_folder(rank: int, world: int, folder: Path, strategy: Strategy) -> tuple[list[int], list[str]]:
+    """(tokens, what the experts of a rank and its routers' biases are)."""
+    served = open_model(folder)
+    job = Job(seq_length=8, global_batch_size=strategy.dp)
+    plan = Plan(model=served.spec, cluster=load_cluster("local:4"), job=job, strategy=strategy)
+    engine = served.engine(plan, OPTIONS)
+    shapes = [
+        f"{name} {tuple(value.shape)}" for name, value in (*engine.runner._model.named_parameters(),)
+        if name.endswith("experts.up.weight")
+    ]  # fmt: skip
+    answers = engine.generate([prompts_of("deepseek")[3]], SamplingParams(max_tokens=10, temperature=0))
+    return (answers[0][0].tokens if answers else []), shapes
+
+
+def test_each_rank_reads_its_own_experts_from_a_folder(ranks, tmp_path: Path):
+    """Routers' biases too: without them other experts would be chosen."""
+    model, strategy = random_model(SPECS["deepseek"]), Strategy(tp=2, dp=2, expert=Expert(degree=2))
+    export(tmp_path / "model", model.spec, model.stored())
+    results = ranks(serve_folder, 4, tmp_path / "model", strategy)
+    prompt = prompts_of("deepseek")[3]
+    expected = generate(model, torch.tensor([prompt]), 10, temperature=0)[0, len(prompt) :].tolist()
+    assert results[0][0] == expected
+    spec = model.spec
+    held = (spec.num_experts // 2, spec.expert_size // 2, spec.hidden_size)
+    assert all(shape.endswith(str(held)) for _, shapes in results for shape in shapes)
+    assert results[0][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"dp": 2}, "dp=2: serving"),
+        ({"dp": 4, "expert": {"degree": 2}}, "dp=4 with expert.degree=2: serving"),
+        ({"dp": 2, "zero": 1, "expert": {"degree": 2}}, "zero=1: serving"),
+    ],
+)
+def test_layouts_that_are_not_served(change: dict[str, object], fault: str):
+    with pytest.raises(UnsupportedError, match=fault):
+        check_servable(SPECS["mixtral"], Strategy.model_validate(change))

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from meshwright.comm.collectives import all_to_all
+from meshwright.comm.collectives import all_reduce, all_to_all
 from meshwright.comm.differentiable import all_to_all_first, copy_to, reduce_from
 from meshwright.comm.mesh import Axis
 from meshwright.core.model import ModelSpec
@@ -91,6 +91,33 @@ def spread(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> dict[int, Exch
         if spec.is_sparse(int(name)):
             exchanges[int(name)] = layer.mlp.experts.compute = Exchange(layer.mlp.experts, axis)
     return exchanges
+
+
+class OwnExperts:
+    """What computes the rows of a layer's experts where every rank of ep has all tokens: those of its own experts, and
+    zeros for the others, so that the sum over ep is whole: (rows, loads [E]) → rows. Without gradients."""
+
+    def __init__(self, experts: nn.Module, axis: Axis) -> None:
+        self._run, self._axis = experts.run, axis
+
+    def __call__(self, rows: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
+        counts: list[int] = loads.tolist()
+        num = len(counts) // self._axis.size
+        first = num * self._axis.index
+        own = counts[first : first + num]
+        start, out = sum(counts[:first]), torch.zeros_like(rows)
+        if count := sum(own):
+            out[start : start + count] = self._run(rows[start : start + count], own)
+        return out
+
+
+def share(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> None:
+    """Let ranks that all have the same tokens, as in serving, run different experts of these layers, in place."""
+    for name, layer in layers.items():
+        if spec.is_sparse(int(name)):
+            experts = layer.mlp.experts
+            experts.compute = OwnExperts(experts, axis)
+            experts.register_forward_hook(lambda _, inputs, out: all_reduce(out, axis))
 
 
 def cut(experts: nn.Module, axis: Axis) -> None:

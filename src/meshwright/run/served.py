@@ -23,15 +23,11 @@ from meshwright.core.sources import load_model
 from meshwright.core.strategy import Strategy
 from meshwright.core.values import parse_json, read_text
 from meshwright.models.build import build
-from meshwright.models.decoder import Decoder
 from meshwright.models.hf import HFCheckpoint
-from meshwright.models.hf import load as load_hf
 from meshwright.parallel.states import DTYPES
 from meshwright.run.folder import RunFolder
-from meshwright.run.restore import restore_plain
 from meshwright.serve.engine import Engine
 from meshwright.serve.options import ServeOptions
-from meshwright.serve.runner import Weights
 from meshwright.train.prepare import load_prepared
 from meshwright.train.tokenizer import CONFIG_FILE, TOKENIZER_FILE, end_of_text_id, load_tokenizer
 
@@ -66,36 +62,26 @@ class Served:
         strategy = plan.strategy if plan else Strategy.model_validate({"precision": self.precision})
         if plan is not None and plan.model.parameters() != self.spec.parameters():
             raise InputError(f"the plan is for `{plan.model.name}`, whose parameters are not those of {self.path}")
-        model, weights = self._model(strategy)
         return Engine(
-            model,
+            build(self.spec),
             strategy,
             options,
             tokenizer=self.tokenizer,
             end_tokens=self.end_tokens,
             special_tokens=not self.is_run,  # a run was trained on documents without them
-            weights=weights,
+            weights=self._read_run if self.is_run else self._read_hf,
         )
 
-    def _model(self, strategy: Strategy) -> tuple[Decoder, Weights | None]:
-        """On the meta device, and where its weights are read; a mixture of experts whole, with its weights."""
-        if self.spec.num_experts:
-            if self.is_run:
-                return restore_plain(RunFolder(self.path)), None
-            model = build(self.spec, "cpu", DTYPES[strategy.recipe.parameter])
-            load_hf(model, self.path)
-            return model, None
-        return build(self.spec), self._read_run if self.is_run else self._read_hf
-
     def _read_hf(self, held: tuple[Placement, ...]) -> Iterator[torch.Tensor]:
-        params = {param.name: param for param in self.spec.parameters()}
+        params = {param.name: param for param in (*self.spec.parameters(), *self.spec.router_biases())}
         with HFCheckpoint(self.path, self.spec) as checkpoint:
             for placement in held:
                 yield checkpoint.read(params[placement.name], placement.box)
 
     def _read_run(self, held: tuple[Placement, ...]) -> list[torch.Tensor]:
         dtype = DTYPES[Strategy.model_validate({"precision": self.precision}).recipe.parameter]
-        values = [torch.empty(placement.box.sizes, dtype=dtype) for placement in held]
+        wide = {param.name for param in self.spec.router_biases()}
+        values = [torch.empty(p.box.sizes, dtype=torch.float32 if p.name in wide else dtype) for p in held]
         pieces = [Piece(f"parameters/{p.name}", p.shape, p.box, v) for p, v in zip(held, values, strict=True)]
         load(RunFolder(self.path).checkpoints, pieces)
         return values

@@ -32,6 +32,8 @@ from meshwright.serve.template import ChatTemplate
 RED_S = 2.0
 """How long a server whose engine has failed still answers, so that clients and watchers see it; and how long it waits
 after SIGTERM for such a failure to show: who starts the ranks stops them all when one is lost."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 DRAIN_S = 60
 """How long answers under way may take after SIGTERM."""
 
@@ -118,6 +120,7 @@ def _run(service: Service, bound: socket.socket, greeting: str) -> None:
 
     async def run() -> None:
         watching = asyncio.ensure_future(_end_when_failed(service, server))
+        bound.listen(BACKLOG)  # who reads the greeting may connect, and is answered when all is up
         print(greeting, flush=True)
         await server.serve(sockets=[bound])
         watching.cancel()

@@ -431,7 +431,7 @@ def _of_prompt(chunk: Chunk, logits: torch.Tensor) -> tuple[Logprobs, ...]:
 
 def _mesh(strategy: Strategy) -> Mesh:
     start("cuda" if torch.cuda.is_available() else "cpu")
-    return Mesh.create(strategy.sizes)
+    return Mesh.create(strategy.sizes, ep=strategy.ep)
 
 
 def _precision(model: nn.Module) -> str:
@@ -443,6 +443,7 @@ def _precision(model: nn.Module) -> str:
 def _shared(model: nn.Module) -> tuple[nn.Module, Weights]:
     """A copy of the modules around the same weights, and where to read these: the caller's model stays as it is."""
     weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    weights |= dict(model.named_buffers())
     if any(weight.is_meta for weight in weights.values()):
         raise InputError("the model has no weights: load them first, or give `weights`")
 

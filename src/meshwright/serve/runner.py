@@ -1,6 +1,6 @@
 """One rank's part of a served model: cut and divided by the modules that training uses, and run without gradients.
 
-plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ weights by placement ─▶ paged attention ─▶ kernels ─▶ packed products
+plain model ─▶ pipeline.cut ─▶ tensor.apply ─▶ experts.share ─▶ weights ─▶ paged attention ─▶ kernels ─▶ packed
 
 A step passes the stages one after the other: hidden states [1, T, h] go from rank to rank along `pp`, the logits of
 the wanted rows from the last stage to the first, where the parts of the vocabulary are joined.
@@ -16,12 +16,12 @@ from torch import nn
 from meshwright.comm.collectives import all_gather
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.p2p import recv_start, send_start
-from meshwright.core.axes import PP, TP
+from meshwright.core.axes import EP, PP, TP
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import Placement, dim_range, largest_part, placements
+from meshwright.core.placement import Box, Placement, dim_range, largest_part, placements
 from meshwright.core.strategy import Strategy
-from meshwright.parallel import pipeline, tensor
+from meshwright.parallel import experts, pipeline, tensor
 from meshwright.parallel.states import DTYPES
 from meshwright.serve import layers, linear, native
 from meshwright.serve.attention import PagedCore, Step, StepRope
@@ -37,7 +37,8 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     """Raises UnsupportedError where a model, or a way to divide it, cannot be served."""
     s = strategy
     for what, is_set in (
-        (f"dp={s.dp}", s.dp > 1),
+        (f"dp={s.dp}", s.dp > 1 and s.ep == 1),
+        (f"dp={s.dp} with expert.degree={s.ep}", s.ep > 1 and s.dp != s.ep),
         (f"context.degree={s.cp}", s.cp > 1),
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
         (f"sequence={s.sequence}", s.sequence != "none"),
@@ -48,7 +49,10 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
         (f"schedule={s.schedule}", s.pp > 1 and s.pipeline_schedule.num_directions > 1),
     ):
         if is_set:
-            raise UnsupportedError(f"{what}: serving divides a model over tp and pp only; take it out of the plan")
+            raise UnsupportedError(
+                f"{what}: serving divides a model over tp and pp, and its experts over all ranks of dp "
+                "(expert.degree=dp); take it out of the plan"
+            )
     if spec.num_experts and spec.gate.capacity_factor is not None:
         raise UnsupportedError(
             f"`{spec.name}` has experts of limited capacity: which tokens they drop depends on all that run together, "
@@ -56,8 +60,6 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
         )
     if spec.latent is not None:
         raise UnsupportedError(f"`{spec.name}` has latent attention, which is trained and not served yet")
-    if spec.num_experts and s.tp * s.pp > 1:
-        raise UnsupportedError(f"`{spec.name}` is a mixture of experts: it is served by one rank; take tp=1 and pp=1")
 
 
 class Runner:
@@ -66,7 +68,7 @@ class Runner:
     Args:
         model: a plain model, on the meta device or with storage; taken over.
         spec: its shape.
-        strategy: how it is divided; its tp, pp, stages and the dtype of its parameters count.
+        strategy: how it is divided; its tp, pp, ep, stages and the dtype of its parameters count.
         mesh: this rank's mesh, with the strategy's sizes.
         weights: where the rank reads its boxes.
         num_blocks: blocks of the cache.
@@ -94,7 +96,10 @@ class Runner:
         self._ropes: list[StepRope] = []
         pipeline.cut(model, spec, strategy, mesh[PP].index)
         tensor.apply(model, spec, mesh[TP])
-        _fill(model, placements(spec, strategy, mesh.coordinates), weights, self.dtype, mesh.device)
+        if strategy.ep > 1:
+            experts.share(model.layers, spec, mesh[EP])
+        held = (*placements(spec, strategy, mesh.coordinates), *_bias_placements(model, spec))
+        _fill(model, held, weights, self.dtype, mesh.device)
         self.cache = self._page(model, num_blocks * block_size)
         self._install_kernels(model, block_size)
         linear.pack(model)
@@ -204,6 +209,16 @@ class Runner:
         return torch.cat([together[at, :size] for at, size in enumerate(self._vocab_sizes)]).t()
 
 
+def _bias_placements(model: nn.Module, spec: ModelSpec) -> tuple[Placement, ...]:
+    """Of the routers' biases that this rank has: buffers, whole on every rank."""
+    own = {name for name, _ in model.named_buffers()}
+    return tuple(
+        Placement(bias.name, bias.shape, Box.whole(bias.shape), bias.part, bias.layer, sum_over=(), owned=True)
+        for bias in spec.router_biases()
+        if bias.name in own
+    )
+
+
 def _round_up(length: int, most: int) -> int:
     """The next power of two, so that tables are made a few times only."""
     return max(length, min(1 << (length - 1).bit_length(), most))
@@ -214,8 +229,12 @@ def _fill(
     model: nn.Module, held: tuple[Placement, ...], weights: Weights, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Give every parameter its box. Tied weights stay one Parameter."""
-    owners = dict(model.named_parameters(remove_duplicate=False))
+    owners, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     for placement, read in zip(held, weights(held), strict=True):
+        if placement.name in buffers:
+            path, _, leaf = placement.name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, read.to(device, buffers[placement.name].dtype, copy=True))
+            continue
         values = nn.Parameter(read.to(device, dtype).contiguous(), requires_grad=False)
         names = [placement.name]
         if placement.name == "embedding.weight" and model.head is not None and "head.weight" in owners:
