@@ -125,3 +125,10 @@ def test_what_a_stack_holds_is_named_and_added():
     parameters = own.parameters_bytes // 2
     expected = 1e9 + (2 * parameters + outputs) + 0.1 * (own.total_bytes + 2 * parameters + outputs)
     assert more == pytest.approx(expected, rel=0.01)
+
+
+def test_the_stack_with_most_words_is_meant():
+    gpt = "galvatron_memory | Galvatron profiled memory galvatron/models/gpt/configs/memory_profiling_bf16_hidden1600"
+    assert stack_of(gpt).name == "galvatron-gpt"
+    assert not stack_of(f"{gpt} | config 1_2_4_vtp_sp; rank 0").vocabulary_apart
+    assert stack_of("galvatron_memory | Galvatron profiled memory").name == "galvatron"

@@ -81,6 +81,16 @@ class Stack(Value):
     """The head has a weight of its own, whatever the model says."""
     keeps_outputs: bool = False
     """A pipeline keeps what a stage sends, of each micro-batch under way."""
+    sharded_units: bool = False
+    """ZeRO-3 gathers layers, embedding and head as units of PyTorch's first FSDP: memory as in `cost.unit_memory`."""
+    vocabulary_apart: bool = False
+    """Embedding and head are not tensor-parallel: each tp rank runs them on a part of the tokens."""
+    fused_streams: bool = True
+    """Norms and gated activations are one kernel each; otherwise they are written operation by operation."""
+    logit_bytes: float = Field(default=4.0, ge=0)
+    """That the loss keeps of each logit."""
+    loss_backward_bytes: float = Field(default=4.0, ge=0)
+    """More, while its backward runs."""
     context_bytes: float = Field(default=0, ge=0)
     """Of the device's runtime, of collectives and of their buckets. 0: not stated, and a share of the device's memory
     is kept free for them (`usable_memory_fraction`)."""

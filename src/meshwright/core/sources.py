@@ -69,11 +69,12 @@ def stack_of(text: str) -> Stack:
         text: the row's table, source, sharding and notes.
     """
     lower = text.lower()
-    for name, entry in _catalogue("stacks").items():
-        if all(word in lower for word in entry["words"]):
-            known = {key: value for key, value in entry.items() if key != "words"}
-            return Stack.parse({"name": name, **known}, f"catalogue/stacks.toml: {name}")
-    return OWN
+    named = [(name, e) for name, e in _catalogue("stacks").items() if all(word in lower for word in e["words"])]
+    if not named:
+        return OWN
+    name, entry = max(named, key=lambda item: len(item[1]["words"]))
+    known = {key: value for key, value in entry.items() if key != "words"}
+    return Stack.parse({"name": name, **known}, f"catalogue/stacks.toml: {name}")
 
 
 @dataclass(frozen=True, slots=True)

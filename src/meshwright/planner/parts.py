@@ -25,7 +25,7 @@ from meshwright.core.placement import Placement, placements
 from meshwright.core.profile import OWN, Stack
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Compute, stage_compute
-from meshwright.cost.in_flight import Instant, fullest_ranks
+from meshwright.cost.in_flight import Instant, fullest_ranks, instants
 from meshwright.cost.latency import (
     Sent,
     StageCosts,
@@ -39,6 +39,7 @@ from meshwright.cost.memory import Activations, constant_memory, held_activation
 from meshwright.cost.offload import offload_forecast
 from meshwright.cost.stack_memory import with_stack
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
+from meshwright.cost.unit_memory import unit_memory
 
 Key = tuple[object, ...]
 Found = TypeVar("Found")
@@ -248,6 +249,11 @@ class Parts:
         ranks = sorted(fullest.values(), key=lambda found: found[1])
         return {rank: self._memory(s, rank, kept) for _, rank, kept in ranks}
 
+    def memory(self, s: Strategy, rank: int) -> MemoryBreakdown:
+        """Of the fullest device of a pipeline rank."""
+        (found,) = instants(s, [rank])
+        return self._memory(s, rank, self._kept(s, rank, found))
+
     def _kept(self, s: Strategy, rank: int, instants: tuple[Instant, ...]) -> Activations:
         keys, is_moved = self.keys(s), s.offload.moves_activations
         return self._once(
@@ -256,6 +262,8 @@ class Parts:
         )
 
     def _memory(self, s: Strategy, rank: int, kept: Activations) -> MemoryBreakdown:
+        if self.stack.sharded_units and s.zero == 3:
+            return unit_memory(self.model, self.job, s, rank, self.stack)
         constant = self._once(
             ("constant", self.keys(s).once, self.keys(s).moved, rank),
             lambda: constant_memory(self.model, self.job, s, first_of(rank), self.held(s, rank).buckets),

@@ -159,6 +159,10 @@ class Pricer:
         """Pipeline rank → memory of its fullest device, for the rank of each kind with the most activations."""
         return self._parts.memory_by_rank(strategy)
 
+    def memory(self, strategy: Strategy, rank: int) -> MemoryBreakdown:
+        """Of the fullest device of a pipeline rank."""
+        return self._parts.memory(strategy, rank)
+
     def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
         """The pipeline rank whose devices hold most, and what they hold."""
         shared = self.cluster.host_is_device

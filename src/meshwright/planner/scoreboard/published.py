@@ -8,6 +8,7 @@ row   model, hardware, strategy   what ran; null where the source does not say
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.values import parse_json, read_text
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
+_RANK = re.compile(r"\brank (\d+)")
 _PARTS = ("model", "hardware", "strategy", "measured")
 _MEMORY_UNITS = {"peak_mem_gb": GB, "peak_mem_gib": GIB, "peak_mem_mib": MIB}
 """Field of `measured` → bytes. `nvidia-smi` prints MiB, and who rounds those to "GB" means GiB: see `peak_bytes`."""
@@ -35,6 +37,7 @@ class PublishedRow:
     strategy: Mapping[str, Any]
     measured: Mapping[str, Any]
     source: str
+    """Title, and path of the file where it is one of several."""
     layout_check: str
     """`ok`, or why the degrees that are printed cannot be right."""
 
@@ -43,6 +46,12 @@ class PublishedRow:
         """What names the software that ran."""
         parts = (self.table, self.source, self.strategy.get("sharding"), self.strategy.get("notes"))
         return " | ".join(str(part) for part in parts if part)
+
+    @property
+    def rank(self) -> int | None:
+        """Whose memory was measured, where the row says so: `rank 7` in its notes."""
+        found = _RANK.search(str(self.strategy.get("notes")))
+        return int(found[1]) if found else None
 
     @property
     def step_s(self) -> float | None:
@@ -117,6 +126,8 @@ def _row(table: str, index: int, row: Mapping[str, Any]) -> PublishedRow:
         hardware=row["hardware"],
         strategy=row["strategy"],
         measured=row["measured"],
-        source=str(source.get("title", "")) if isinstance(source, Mapping) else "",
+        source=" ".join(str(source[key]) for key in ("title", "path") if source.get(key))
+        if isinstance(source, Mapping)
+        else "",
         layout_check=str(row.get("layout_check") or "ok"),
     )

@@ -81,10 +81,18 @@ def _replay(row: PublishedRow, asked: Expressed) -> Replayed:
         row=row,
         strategy=chosen.strategy,
         forecast_s=chosen.step_time.total_s,
-        forecast_bytes=chosen.device_bytes,
+        forecast_bytes=_bytes_of(row, chosen, pricer),
         fits=chosen.fits,
         ideal_s=flops / (peak * asked.cluster.num_devices),
     )
+
+
+def _bytes_of(row: PublishedRow, chosen: Forecast, pricer: Pricer) -> int:
+    """Of the rank that was measured, or of the fullest."""
+    strategy = chosen.strategy
+    if row.rank is None or row.rank >= strategy.world_size:
+        return chosen.device_bytes
+    return pricer.memory(strategy, row.rank * strategy.pp // strategy.world_size).total_bytes
 
 
 def _choice(forecasts: Sequence[Forecast]) -> Forecast:
