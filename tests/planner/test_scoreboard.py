@@ -79,11 +79,14 @@ def test_what_a_source_leaves_open_is_tried_in_every_legal_way(tables):
     ("changes", "reason"),
     [
         ({"layout_check": "mismatch"}, "multiply out"),
-        ({"model": {"experts": 8}}, "experts"),
-        ({"model": {"dtype": "fp8"}}, "8-bit"),
+        ({"model": {"experts": 8}}, "how experts are divided"),
+        ({"model": {"experts": 8}, "strategy": {"ep": 2}}, "top_k not stated"),
+        ({"model": {"experts": 8, "top_k": 2, "attention": "MLA"}}, "latent attention"),
+        ({"model": {"dtype": "nvfp4"}}, "4-bit"),
         ({"model": {"hidden": None}}, "hidden not stated"),
         ({"hardware": {"gpu": "Gaudi 3"}}, "device Gaudi 3"),
         ({"strategy": {"ep": 4}}, "expert"),
+        ({"strategy": {"etp": 1}}, "experts over 1 tensor-parallel"),
         ({"strategy": {"dp": 3}}, "batch not a multiple"),
         ({"strategy": {"tp": 4, "dp": 1}, "model": {"heads": 2, "kv_heads": 2}}, "rule tp-heads"),
         ({"strategy": {"dp": 4}}, "rule"),
@@ -151,11 +154,11 @@ def test_regret_is_the_measured_loss_of_the_forecasts_choice(tables):
 
 
 def test_the_command_prints_the_board(tables, capsys):
-    folder = tables(row("a", use="check"), row("b", use="check", strategy={"ep": 2}))
+    folder = tables(row("a", use="check"), row("b", use="check", strategy={"dp": 3}))
     assert main(["scoreboard", str(folder), "--rows"]) == 0
     shown = capsys.readouterr().out
     assert "1/2" in shown
-    assert "not expressed: expert parallelism ×1" in shown
+    assert "not expressed: batch not a multiple of dp ×1" in shown
     assert "D2 T2 P2 zero0 1f1b" in shown
 
 
@@ -175,3 +178,43 @@ def test_folders_without_tables_are_refused_in_one_line(tables, tmp_path):
 def test_the_published_tables_can_be_read():
     scores = scoreboard(read_tables(os.environ["MESHWRIGHT_TABLES"]))
     assert sum(score.num_expressed for score in scores) > 100
+
+
+def test_products_in_8_bits_are_faster_and_everything_else_is_not(tables):
+    wide = {"gpu": "H100-SXM5-80GB"}
+    folder = tables(row("a", hardware=wide), row("b", hardware=wide, model={"dtype": "FP8-CS"}))
+    (score,) = scoreboard(read_tables(folder), "fit")
+    usual, narrow = (r.forecast_s for r in score.replayed)
+    assert 0.5 * usual < narrow < usual
+    assert score.replayed[1].strategy.precision == "bf16-fp8"
+    (refused,) = scoreboard(read_tables(tables(row("c", model={"dtype": "fp8"}))), "fit")
+    assert refused.num_expressed == 0, "an A100 has no such products"
+    assert "no peak FLOP/s for fp8" in refused.not_expressed[0][0]
+
+
+def test_a_row_of_a_mixture_has_its_experts_over_ranks(tables):
+    experts = {"experts": 8, "top_k": 2, "moe_ffn_hidden": 512, "shared_experts": 1, "dense_layers": 1}
+    asked = express(only(tables, model={**experts, "gated_mlp": True}, strategy={"ep": 2, "recompute": "none"}))
+    assert (asked.model.num_experts, asked.model.expert_size, asked.model.shared_ffn_size) == (8, 512, 512)
+    assert asked.model.num_sparse_layers == 7
+    assert {s.ep for s in asked.candidates} == {2}
+
+
+def test_devices_of_a_domain_are_one_node(tables):
+    rack = {"gpu": "GB200-186GB", "gpus": 128, "gpus_per_node": 4, "inter_node": "4x 400 Gb/s per 4-GPU tray"}
+    cluster = express(only(tables, hardware=rack, strategy={"dp": 32, "global_batch": 64})).cluster
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 64)
+    assert cluster.inter_link.bandwidth_bytes_per_s == 50e9
+
+
+def test_the_memory_of_the_rank_that_was_measured(tables):
+    held = {"peak_mem_gib": 1, "iter_s": 0.2}
+    folder = tables(*(row(f"r{r}", measured=held, strategy={"notes": f"rank {r}"}) for r in (0, 7)))
+    (score,) = scoreboard(read_tables(folder), "fit")
+    first, last = (r.forecast_bytes for r in score.replayed)
+    assert first != last
+
+
+def test_every_other_layer_is_run_again(tables):
+    (strategy,) = express(only(tables, strategy={"recompute": "selective layer"})).candidates
+    assert (strategy.recompute, strategy.recompute_layers) == ("full", 2)

@@ -24,7 +24,7 @@ class Device(Value):
     memory_bytes: int = Field(gt=0)
     memory_bandwidth_bytes_per_s: float = Field(gt=0)
     peak_flops_per_s: dict[str, PositiveFloat]
-    """Keyed by dtype: fp64, fp32, bf16, fp16."""
+    """Keyed by dtype: fp64, fp32, bf16, fp16, fp8."""
     source: str = ""
     """Where the figures come from."""
     profile: Profile | None = None

@@ -7,6 +7,7 @@ ZeRO paper §3 (16), Megatron-LM with fp32 main gradients (18), ZeRO-Infinity §
     gradient    what micro-batches accumulate in, and what crosses the ranks when gradients are reduced
     master      what the update adds to; none: the parameter itself, with its own rounding
     moment      what Adam keeps of the gradients
+    product     what the products of layers are multiplied in, where that is narrower than the parameters
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshwright.core.errors import UnsupportedError
 
 Rounding = Literal["nearest", "stochastic"]
 
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 NUM_MOMENTS = {"adamw": 2, "sgd": 0}
 """Optimizer → tensors of a parameter's size that it keeps from step to step."""
@@ -39,6 +40,8 @@ class Recipe:
     source: str
     rounding: Rounding = "nearest"
     """How an updated parameter without a master copy is rounded to its dtype."""
+    product: str | None = None
+    """Dtype of the products of layers; the head and attention's core stay in that of the parameters. None: as those."""
 
     @property
     def scales_loss(self) -> bool:
@@ -104,6 +107,17 @@ RECIPES = {
             True,
             "bf16 without masters, stochastic rounding (Zamirai et al. 2020): 2 + 2 + 8 = 12 bytes",
             "stochastic",
+        ),
+        Recipe(
+            "bf16-fp8",
+            "bf16",
+            "fp32",
+            "fp32",
+            "fp32",
+            None,
+            False,
+            "bf16 with products in 8 bits (Micikevicius et al. 2022; Transformer Engine): 18 bytes",
+            product="fp8",
         ),
         Recipe("fp16", "fp16", "fp32", "fp32", "fp32", None, True, "Megatron-LM: 2 + 4 + 4 + 8 = 18 bytes"),
         Recipe("fp16-16", "fp16", "fp16", "fp32", "fp32", None, True, "ZeRO §3: 2 + 2 + 4 + 8 = 16 bytes"),

@@ -31,7 +31,7 @@ from meshwright.core.schedule import (
 )
 from meshwright.core.values import Value
 
-Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "fp16", "fp16-16"]
+Precision = Literal["fp32", "fp64", "bf16", "bf16-16", "bf16-20", "bf16-sr", "bf16-fp8", "fp16", "fp16-16"]
 
 
 Recompute = Literal["none", "full", "selective"]

@@ -59,14 +59,15 @@ def stage_compute(
 
 
 def peak_flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
-    """Of one device in the strategy's compute dtype."""
-    dtype, peaks = strategy.recipe.parameter, cluster.device.peak_flops_per_s
-    if dtype not in peaks:
-        raise InputError(
-            f"cluster `{cluster.name}`: device `{cluster.device.name}` states no peak FLOP/s for {dtype}; "
-            f"it has {', '.join(sorted(peaks))}"
-        )
-    return peaks[dtype]
+    """Of one device in the dtype of the strategy's products."""
+    recipe, peaks = strategy.recipe, cluster.device.peak_flops_per_s
+    for dtype in (recipe.parameter, recipe.product or recipe.parameter):
+        if dtype not in peaks:
+            raise InputError(
+                f"cluster `{cluster.name}`: device `{cluster.device.name}` states no peak FLOP/s for {dtype}; "
+                f"it has {', '.join(sorted(peaks))}"
+            )
+    return peaks[recipe.product or recipe.parameter]
 
 
 def flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
@@ -104,7 +105,7 @@ def _share_again(model: ModelSpec, strategy: Strategy, stage: int) -> float:
 def _rates(cluster: ClusterSpec, profile: Profile, strategy: Strategy) -> Rates:
     peak_flops_per_s(cluster, strategy)
     recipe = strategy.recipe
-    return rates(cluster.device, profile, recipe.parameter, recipe.parameter_bytes)
+    return rates(cluster.device, profile, recipe.parameter, recipe.parameter_bytes, recipe.product)
 
 
 def _by_kernels(
@@ -116,7 +117,10 @@ def _by_kernels(
     head = head_kernels(model, job, strategy, speed).times(is_last)
     products_of_head = head_product(model, job, strategy, speed).times(is_last)
     seen = collectives.times(1 - stack.hidden_tensor_share)
-    repeated = {"none": 0.0, "full": all_of.total.forward, "selective": all_of.attention.forward}[strategy.recompute]
+    selected_s = all_of.attention.forward
+    if stack.selective_share is not None:
+        selected_s = stack.selective_share * all_of.products.forward + all_of.streams.forward
+    repeated = {"none": 0.0, "full": all_of.total.forward, "selective": selected_s}[strategy.recompute]
     share = _share_again(model, strategy, stage)
     again_s, repeats = repeated * share, share * (strategy.recompute == "full")
     forward = (

@@ -26,6 +26,7 @@ from meshwright.core.job import Job
 from meshwright.core.latent import LatentAttention
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
+from meshwright.core.precision import DTYPE_BYTES
 from meshwright.core.profile import Profile, Stack
 from meshwright.core.strategy import Strategy
 
@@ -90,6 +91,15 @@ class Rates:
     bytes_per_s: float
     """Of memory, reached."""
     element_bytes: int
+    narrow: Rates | None = None
+    """Where the products of layers are multiplied in fewer bits."""
+
+    def narrowing_s(self, elements: float) -> float:
+        """Seconds to narrow the gradient of a product's output: read wide, written narrow twice, as its two products
+        want it. What goes into a product forward is written narrow by the kernel before, in as many bytes."""
+        if self.narrow is None:
+            return 0.0
+        return elements * (self.element_bytes + 2 * self.narrow.element_bytes) / self.bytes_per_s
 
     def product_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
         """Seconds of `batch` products [m, k] × [k, n]."""
@@ -108,14 +118,23 @@ class Rates:
         backward_s = self.product_s(m, k, n, batch) + self.product_s(n, k, m, batch)
         return Seconds(self.product_s(m, n, k, batch), backward_s)
 
+    def layer_product(self, m: float, n: float, k: float, batch: float = 1.0) -> Seconds:
+        """Likewise of a layer, with what is narrowed for it."""
+        rates = self.narrow or self
+        return rates.product(m, n, k, batch) + Seconds(0.0, self.narrowing_s(batch * m * n))
+
     def stream_s(self, elements: float) -> float:
         """Seconds to move so many elements through memory once."""
         return elements * self.element_bytes / self.bytes_per_s
 
 
-def rates(device: Device, profile: Profile, dtype: str, element_bytes: int) -> Rates:
-    """The rates of a device in a dtype that it has a peak for."""
+def rates(device: Device, profile: Profile, dtype: str, element_bytes: int, product: str | None = None) -> Rates:
+    """The rates of a device in a dtype that it has a peak for, and in that of the products of layers."""
+    narrow = None
+    if product is not None:
+        narrow = rates(device, profile, product, DTYPE_BYTES[product])
     return Rates(
+        narrow=narrow,
         flops_per_s=device.peak_flops_per_s[dtype],
         plain_flops_per_s=device.peak_flops_per_s.get("fp32", device.peak_flops_per_s[dtype]),
         profile=profile,
@@ -216,7 +235,8 @@ def _projections(spec: ModelSpec, z: _Shape, rates: Rates) -> Seconds:
     if spec.latent is not None:
         return _latent_projections(spec.latent, z, rates)
     q_kv = (z.heads + 2 * z.kv_heads) * z.head_dim
-    return rates.product(z.tokens, q_kv, z.hidden) + rates.product(z.tokens, z.hidden, z.heads * z.head_dim)
+    into = rates.layer_product(z.tokens, q_kv, z.hidden)
+    return into + rates.layer_product(z.tokens, z.hidden, z.heads * z.head_dim)
 
 
 def _latent_projections(latent: LatentAttention, z: _Shape, rates: Rates) -> Seconds:
@@ -228,8 +248,8 @@ def _latent_projections(latent: LatentAttention, z: _Shape, rates: Rates) -> Sec
 
 
 def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
-    up = rates.product(z.tokens, (z.num_matrices - 1) * ffn, z.hidden)
-    return up + rates.product(z.tokens, z.hidden, ffn)
+    up = rates.layer_product(z.tokens, (z.num_matrices - 1) * ffn, z.hidden)
+    return up + rates.layer_product(z.tokens, z.hidden, ffn)
 
 
 def _expert_products(spec: ModelSpec, z: _Shape, tp: int, rates: Rates) -> Seconds:
@@ -237,7 +257,7 @@ def _expert_products(spec: ModelSpec, z: _Shape, tp: int, rates: Rates) -> Secon
     ffn = largest_part(spec, "ffn", spec.expert_size, tp)
     rows, num = z.tokens * spec.experts_per_token / spec.num_experts, spec.num_experts
     matrices = 2 if spec.has_gated_experts else 1
-    total = rates.product(rows, matrices * ffn, z.hidden, num) + rates.product(rows, z.hidden, ffn, num)
+    total = rates.layer_product(rows, matrices * ffn, z.hidden, num) + rates.layer_product(rows, z.hidden, ffn, num)
     total += rates.product(z.tokens, spec.num_experts, z.hidden)
     if spec.shared_ffn_size:
         total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, tp), rates)

@@ -30,13 +30,20 @@ DEVICES = (
     ("a100-40gb", "a100-40gb"),
     ("a100", "a100-80gb"),
     ("h100-sxm5-80gb", "h100"),
+    ("h100-sxm-9", "h100-96gb"),
     ("h200", "h200"),
     ("b200-180gb", "b200"),
+    ("gb200", "gb200"),
+    ("gb300", "gb300"),
+    ("b300", "b300"),
     ("v100-sxm2-16gb", "v100-16gb"),
     ("v100-32gb", "v100-32gb"),
 )
 """What a row calls its device, in lower case → its name in the catalogue; the first that the row's begins with."""
 
+DOMAINS = {"gb200": 64, "gb300": 64}
+"""Devices that reach each other as within a node, where that is more than a tray: of an NVLink domain of 72 whole
+powers of two are used."""
 MAX_OPEN_MICRO_BATCH = 8
 """Largest micro-batch that is tried where the source states none."""
 MAX_OPEN_CHUNKS = 8
@@ -87,16 +94,15 @@ def _whole(row: PublishedRow, part: str, name: str, default: int | None = None) 
 def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
     """The decoder of the row."""
     m = row.model
-    if m.get("experts"):
-        raise UnsupportedError("mixture of experts")
-    if m.get("gated_mlp") is None:
+    experts = _experts(row)
+    if m.get("gated_mlp") is None and not experts:
         raise UnsupportedError("model shape not stated")
-    if "fp8" in str(m.get("dtype")).lower() or "fp4" in str(m.get("dtype")).lower():
-        raise UnsupportedError("8-bit or 4-bit products")
+    if "fp4" in str(m.get("dtype")).lower():
+        raise UnsupportedError("4-bit products")
     hidden, heads, tp = _whole(row, "model", "hidden"), _whole(row, "model", "heads"), _whole(row, "strategy", "tp", 1)
     if hidden < heads:
         raise UnsupportedError(f"{heads} heads of a hidden size of {hidden}")
-    gated, positions = bool(m["gated_mlp"]), str(m.get("pos"))
+    gated, positions = m.get("gated_mlp") is not False, str(m.get("pos"))
     multiple = PADDED_TO * tp
     return ModelSpec(
         name=str(m.get("name", "published")),
@@ -106,7 +112,7 @@ def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
         num_layers=_whole(row, "model", "layers"),
         num_heads=heads,
         num_kv_heads=_whole(row, "model", "kv_heads", heads),
-        head_dim=_head_dim(hidden, heads),
+        head_dim=m.get("head_dim") or _head_dim(hidden, heads),
         ffn_size=_whole(row, "model", "ffn_hidden", 4 * hidden),
         max_positions=_whole(row, "model", "seq_len"),
         norm="rmsnorm" if gated else "layernorm",
@@ -115,9 +121,32 @@ def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
         gated_mlp=gated,
         qkv_bias=not gated,
         out_bias=not gated,
-        mlp_bias=not gated,
+        mlp_bias=not gated and not experts,
+        **experts,
         tied_embeddings=bool(m.get("tied_embeddings")) and not stack.unties_embeddings,
     )
+
+
+def _experts(row: PublishedRow) -> dict[str, Any]:
+    """A mixture's own fields; nothing for a dense model."""
+    m = row.model
+    if not m.get("experts"):
+        return {}
+    if "mla" in str(m.get("attention")).lower() or m.get("kv_lora_rank"):
+        raise UnsupportedError("latent attention")
+    if row.strategy.get("ep") is None:
+        raise UnsupportedError("how experts are divided is not stated")
+    width = _whole(row, "model", "moe_ffn_hidden", m.get("ffn_hidden"))
+    found: dict[str, Any] = {"num_experts": _whole(row, "model", "experts"), "expert_ffn_size": width}
+    found["experts_per_token"] = _whole(row, "model", "top_k")
+    if m.get("shared_experts"):
+        found["shared_ffn_size"] = width * int(m["shared_experts"])
+    if m.get("dense_layers"):
+        found["dense_layers"] = tuple(range(int(m["dense_layers"])))
+    if (m.get("moe_every") or 1) > 1:
+        every = int(m["moe_every"])
+        found["dense_layers"] = tuple(i for i in range(_whole(row, "model", "layers")) if i % every != every - 1)
+    return found
 
 
 def _head_dim(hidden: int, heads: int) -> int:
@@ -135,14 +164,17 @@ def _cluster(row: PublishedRow) -> ClusterSpec:
     per_node = min(num_devices, _whole(row, "hardware", "gpus_per_node", 8))
     if num_devices % per_node:
         raise UnsupportedError(f"{num_devices} devices on nodes of {per_node}")
-    return _network_of(device, num_devices // per_node, per_node, str(row.hardware.get("inter_node") or ""))
+    text = str(row.hardware.get("inter_node") or "")
+    domain = min(num_devices, DOMAINS.get(device, per_node))
+    if num_devices % domain:
+        raise UnsupportedError(f"{num_devices} devices in domains of {domain}")
+    return _network_of(device, num_devices // domain, domain, text, link_bytes_per_s(text, per_node))
 
 
 @lru_cache(maxsize=256)
-def _network_of(device: str, num_nodes: int, per_node: int, text: str) -> ClusterSpec:
+def _network_of(device: str, num_nodes: int, per_node: int, text: str, bytes_per_s: float | None) -> ClusterSpec:
     """The cluster, with the network that the source describes, as in `4x Omni-Path 100 Gb/s per node`."""
     cluster = load_cluster(f"{num_nodes}x{per_node}x{device}")
-    bytes_per_s = link_bytes_per_s(text, cluster.devices_per_node)
     if bytes_per_s is None:
         return cluster
     reach = network_reach(text)
@@ -177,6 +209,7 @@ def _candidates(row: PublishedRow, model: ModelSpec, stack: Stack) -> Iterator[S
         raise UnsupportedError("batch not a multiple of dp")
     sizes = [s["micro_batch"]] if s.get("micro_batch") else [b for b in divisors(per_rank) if b <= MAX_OPEN_MICRO_BATCH]
     fixed = {**degrees, **_sequence(row), "zero": s.get("zero_stage") or 0, "precision": _precision(row, stack)}
+    fixed |= _every_other_layer(row, model)
     for size, chunks, recompute in product(sizes, _chunks(row, model), _recomputes(row, stack)):
         if per_rank % size:
             raise UnsupportedError(f"batch not a multiple of dp × {size}")
@@ -189,25 +222,29 @@ def _refuse_unknown(row: PublishedRow) -> None:
     s = row.strategy
     if row.model.get("task") == "LoRA":
         raise UnsupportedError("adapters alone are trained")
-    if (s.get("ep") or 1) > 1:
-        raise UnsupportedError("expert parallelism")
+    if s.get("etp") not in (None, s.get("tp") or 1):
+        raise UnsupportedError(f"experts over {s['etp']} tensor-parallel ranks, attention over {s.get('tp') or 1}")
     if "offload" in str(s.get("sharding")).lower():
         raise UnsupportedError("offload of another library")
 
 
 def _sequence(row: PublishedRow) -> dict[str, Any]:
-    """Sequence and context parallelism."""
+    """Sequence, context and expert parallelism. Beside experts, sequence parallelism is not: as many bytes are sent."""
     s = row.strategy
     found: dict[str, Any] = {}
-    if s.get("sequence_parallel") and (s.get("tp") or 1) > 1:
+    if s.get("sequence_parallel") and (s.get("tp") or 1) > 1 and not row.model.get("experts"):
         found["sequence"] = "megatron"
+    if (s.get("ep") or 1) > 1:
+        found["expert"] = {"degree": s["ep"]}
     if (s.get("cp") or 1) > 1:
         found["context"] = {"kind": "ring", "degree": s["cp"], "balance": "zigzag"}
     return found
 
 
 def _precision(row: PublishedRow, stack: Stack) -> str:
-    dtype = str(row.model.get("dtype"))
+    dtype = str(row.model.get("dtype")).lower()
+    if "fp8" in dtype or "float8" in dtype:
+        return "bf16-fp8"
     name = "fp16" if "fp16" in dtype else "fp32" if "fp32" in dtype and "bf16" not in dtype else "bf16"
     return stack.precisions.get(name, name)
 
@@ -223,8 +260,16 @@ def _chunks(row: PublishedRow, model: ModelSpec) -> tuple[int, ...]:
     return tuple(even) or (1,)
 
 
+def _every_other_layer(row: PublishedRow, model: ModelSpec) -> dict[str, Any]:
+    """`selective layer` is full recomputation of every other layer."""
+    per_stage = model.num_layers // _whole(row, "strategy", "pp")
+    return {"recompute_layers": max(1, per_stage // 2)} if row.strategy.get("recompute") == "selective layer" else {}
+
+
 def _recomputes(row: PublishedRow, stack: Stack) -> tuple[str, ...]:
     stated = row.strategy.get("recompute") or stack.recompute
+    if stated == "selective layer":
+        return ("full",)
     if stated is None:
         return KINDS_OF_RECOMPUTE
     kind = str(stated).split()[0]

@@ -63,11 +63,9 @@ def replay(rows: Iterable[PublishedRow]) -> tuple[list[Replayed], list[NotReplay
     passed_over: list[NotReplayed] = []
     for row in rows:
         try:
-            asked = express(row)
+            done.append(_replay(row, express(row)))
         except (UnsupportedError, InputError) as error:
             passed_over.append(NotReplayed(row, str(error)))
-        else:
-            done.append(_replay(row, asked))
     return done, passed_over
 
 
@@ -75,7 +73,8 @@ def _replay(row: PublishedRow, asked: Expressed) -> Replayed:
     pricer = Pricer(asked.model, asked.cluster, asked.job, asked.stack)
     chosen = pricer.simulate(_choice([pricer.forecast(strategy) for strategy in asked.candidates]))
     peaks = asked.cluster.device.peak_flops_per_s
-    peak = peaks.get(chosen.strategy.recipe.parameter, max(peaks.values()))
+    recipe = chosen.strategy.recipe
+    peak = peaks.get(recipe.product or recipe.parameter, max(peaks.values()))
     flops = hardware_flops(asked.model, asked.job, chosen.strategy.recompute)
     return Replayed(
         row=row,
