@@ -241,8 +241,8 @@ class Parts:
         """
         fullest: dict[int, tuple[int, int, Activations]] = {}
         kinds = self.keys(s).kinds
-        for rank, instants in fullest_ranks(s, kinds).items():
-            kept = self._kept(s, rank, instants)
+        for rank, found in fullest_ranks(s, kinds).items():
+            kept = self._kept(s, rank, found)
             kept_bytes = kept.device_bytes + kept.host_bytes
             if kinds[rank] not in fullest or kept_bytes > fullest[kinds[rank]][0]:
                 fullest[kinds[rank]] = kept_bytes, rank, kept
