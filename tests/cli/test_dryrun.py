@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.core.errors import InputError
 from meshwright.run import dryrun
 from meshwright.run.dryrun import Rehearsal, dry_run
 from tests.parallel.layouts import llama, make_plan
@@ -36,6 +37,14 @@ def test_json_is_all_that_is_printed(plan_file: str, tmp_path: Path, capsys: pyt
     assert data["differs_from_forecast"] == []
     assert {row["primitive"] for row in data["roles"][0]["traffic"]} >= {"send", "all_reduce", "all_gather"}
     assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 4, 5}
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_work(
+    plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        main(["dryrun", plan_file, "--trace", str(tmp_path)])
+    assert capsys.readouterr().out == ""
 
 
 def test_verify_of_a_plan_has_three_columns(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:

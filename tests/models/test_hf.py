@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.core.errors import CheckpointError, UnsupportedError
+from meshwright.core.errors import CheckpointError, InputError, UnsupportedError
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.placement import Box, param_box
 from meshwright.core.strategy import Strategy
@@ -234,6 +234,8 @@ def test_an_export_never_overwrites(tmp_path):
     with pytest.raises(CheckpointError, match="not an empty folder"):
         exported(tmp_path / "out", spec)
     assert (tmp_path / "out/model.safetensors").read_bytes() == before
+    with pytest.raises(InputError, match=r"config\.json/deeper: cannot be written"):
+        exported(tmp_path / "out/config.json/deeper", spec)
 
 
 def test_families_without_a_map_are_refused(tmp_path):

@@ -54,6 +54,15 @@ def test_a_list_of_layers_is_given_up_only_where_the_number_of_stages_changes(pl
     assert changed(two, parse_changes(["pp=1"])).strategy.layers_per_stage is None
 
 
+def test_parts_that_were_not_named_stay(plan: Plan) -> None:
+    four = changed(plan, parse_changes(["context=degree:4,kind:ulysses", "tp=1"]))
+    two = changed(four, parse_changes(["context=degree:2"])).strategy
+    assert (two.context.kind, two.cp, two.dp) == ("ulysses", 2, 4)
+    assert changed(four, parse_changes(["context=kind:ring"])).strategy.cp == 4
+    square = changed(plan, parse_changes(["tp=8", "tensor=kind:2.5d,depth:2", "micro_batch_size=4"]))
+    assert changed(square, parse_changes(["tp=4", "tensor=kind:2d"])).strategy.tensor.depth == 1
+
+
 def test_both_are_priced_as_plans_are(plan: Plan) -> None:
     for each in (plan, changed(plan, parse_changes(["zero=3"]))):
         found = priced(each)
@@ -74,6 +83,8 @@ def test_both_are_priced_as_plans_are(plan: Plan) -> None:
         (["seq_length=8", "seq_length=9"], InputError, "is already set to 8"),
         (["seq_length=many"], InputError, "seq_length"),
         (["optimizer=lion"], InputError, "optimizer"),
+        (["expert=4"], InputError, "--set `expert`: 4 names no part of it; write PART:VALUE"),
+        (["context=degree:2,kin:ring"], InputError, "kin:ring names no part of it"),
     ],
 )
 def test_what_is_refused(plan: Plan, changes: list[str], error: type[Exception], words: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.drawing import write_files
+from meshwright.cli.drawing import check_outputs, write_files
 from meshwright.core.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def dryrun_command(
     from meshwright.run.dryrun import dry_run
 
     plan = Plan.load(file)
+    check_outputs({"--trace": trace})
     with Console(stderr=True).status("rehearsing") as status:
         rehearsed = dry_run(plan, lambda done, total: status.update(f"rehearsing role {done + 1} of {total}"))
     console = report_console()

@@ -24,6 +24,7 @@ from meshwright.core.errors import CheckpointError, MeshwrightWarning
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.placement import Box
+from meshwright.core.values import writing
 from meshwright.models.decoder import Decoder
 from meshwright.models.hf_names import Source, name_map
 
@@ -194,6 +195,7 @@ def export(
         max_shard_bytes: size at which a further file is begun.
 
     Raises:
+        InputError: the folder cannot be made.
         CheckpointError: the folder is in use; a parameter is missing, unknown, given twice or misshapen.
         UnsupportedError: the family cannot be written.
     """
@@ -215,8 +217,9 @@ def export(
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place on success and vanishes on failure."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield staging
         staging.chmod(0o755)

@@ -53,8 +53,23 @@ def _parsed(name: str, text: str) -> Any:
     if name == "layers_per_stage":
         return text.split(",")
     if name in NESTED:
-        return dict(part.strip().partition(":")[::2] for part in text.split(","))
+        return _parts(name, text)
     return text
+
+
+def _parts(name: str, text: str) -> dict[str, str]:
+    """Part → text of its value. Raises InputError where a part is not one of the field's."""
+    parts = tuple(type(getattr(Strategy(), name)).model_fields)
+    found = {}
+    for named in text.split(","):
+        part, _, value = (word.strip() for word in named.partition(":"))
+        if part not in parts or not value:
+            raise InputError(
+                f"fix `{name}`: {named} names no part of it; write PART:VALUE, for example --fix {name}={parts[0]}:"
+                f"VALUE; parts: {', '.join(parts)}"
+            )
+        found[part] = value
+    return found
 
 
 def check_fix(fix: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Tensor
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
+from meshwright.core.values import Value
 from meshwright.cost.latency import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.planner.fix import parse_fix
@@ -63,7 +65,7 @@ def changed(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """
     of_job = {name: value for name, value in changes.items() if name in JOB_FIELDS}
     job = Job.parse({**plan.job.model_dump(), **of_job}, "--set")
-    named = {name: value for name, value in changes.items() if name not in JOB_FIELDS}
+    named = {name: _merged(plan.strategy, name, value) for name, value in changes.items() if name not in JOB_FIELDS}
     strategy = Strategy(**{**plan.strategy.model_dump(), **named})
     strategy = strategy.model_copy(update=_following(strategy, set(named), plan.cluster, job))
     if "layers_per_stage" not in named and strategy.num_parts != plan.strategy.num_parts:
@@ -71,6 +73,14 @@ def changed(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     if (job, strategy) == (plan.job, plan.strategy):
         raise InputError("nothing is changed; give --set FIELD=VALUE with another value than the plan's")
     return Plan(model=plan.model, cluster=plan.cluster, job=job, strategy=strategy)
+
+
+def _merged(strategy: Strategy, name: str, value: Any) -> Any:
+    """Of a field of several parts those that were named, the others as they are; another kind of grid has its own."""
+    before = getattr(strategy, name)
+    if not isinstance(before, Value) or (isinstance(before, Tensor) and value.kind != before.kind):
+        return value
+    return before.model_copy(update={part: getattr(value, part) for part in value.model_fields_set})
 
 
 def _following(strategy: Strategy, named: set[str], cluster: ClusterSpec, job: Job) -> dict[str, int]:
