@@ -46,6 +46,7 @@ def serve(rank: int, world: int, name: str, strategy: Strategy) -> tuple[list[li
     [
         ("llama", 2, 1, 1), ("llama", 1, 2, 1), ("gpt2", 2, 2, 1), ("llama-tied-scaled", 4, 1, 1),
         ("qwen3-wide-heads", 2, 2, 1), ("mixtral", 2, 1, 1), ("qwen3-moe", 1, 2, 2), ("deepseek", 2, 1, 2),
+        ("deepseek-v2", 2, 2, 1), ("deepseek-v3", 2, 1, 2),
     ],
 )  # fmt: skip
 def test_tokens_of_every_layout_are_those_of_one_process(ranks, name: str, tp: int, pp: int, ep: int):

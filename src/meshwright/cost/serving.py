@@ -127,6 +127,7 @@ class StepCosts:
         tp = layout.tp
         self.heads = largest_part(model, "heads", model.heads_size, tp)
         self.kv = largest_part(model, "kv_heads", model.kv_size, tp)
+        self.values = largest_part(model, "heads", model.values_size, tp)
         self.vocab = largest_part(model, "vocab", model.vocab_size, tp)
 
     def step_s(self, work: Work) -> float:
@@ -150,15 +151,29 @@ class StepCosts:
         """(how often, m, n, k, batch) of the products of all layers and of the head, on the first rank of tp."""
         model, tokens = self.model, work.num_tokens
         layers, sparse, h = model.num_layers, model.num_sparse_layers, model.hidden_size
-        found = [
-            (float(layers), tokens, float(self.heads + 2 * self.kv), float(h), 1.0),
-            (float(layers), tokens, float(h), float(self.heads), 1.0),
-        ]
+        found = [*self._projections(work), (float(layers), tokens, float(h), float(self.values), 1.0)]
         found += self._mlp(layers - sparse, model.ffn_size, tokens)
         if sparse:
             found += self._experts(sparse, tokens)
         in_share = min(1.0, work.num_rows)  # a chunk inside a prompt wants no logits
         return [*found, (in_share, max(1.0, work.num_rows), float(self.vocab), float(h), 1.0)]
+
+    def _projections(self, work: Work) -> list[tuple[float, float, float, float, float]]:
+        """To queries, keys and values. Of latent attention, rows that decode take the projections of keys and values to
+        their query and to the sum of latents, head by head; prompts to their tokens."""
+        layers, tokens, h = float(self.model.num_layers), work.num_tokens, float(self.model.hidden_size)
+        latent = self.model.latent
+        if latent is None:
+            return [(layers, tokens, float(self.heads + 2 * self.kv), h, 1.0)]
+        heads, rank, q_rank = self.heads // self.model.head_dim, float(latent.kv_lora_rank), latent.q_lora_rank or 0
+        rows, prompt = float(work.num_decoding), float(work.num_prompt)
+        return [
+            (layers, tokens, float(q_rank + latent.kv_down_size), h, 1.0),
+            (layers, tokens, float(self.heads), float(q_rank) or h, 1.0),
+            (layers * bool(prompt), prompt, float(heads * latent.kv_up_size), rank, 1.0),
+            (layers * bool(rows), rows, rank, float(latent.qk_nope_head_dim), float(heads)),
+            (layers * bool(rows), rows, float(latent.v_head_dim), rank, float(heads)),
+        ]
 
     def _mlp(self, count: float, ffn_size: int, tokens: float) -> list[tuple[float, float, float, float, float]]:
         h, ffn = float(self.model.hidden_size), float(largest_part(self.model, "ffn", ffn_size, self.layout.tp))
@@ -183,19 +198,26 @@ class StepCosts:
 
     def _keys_s(self, work: Work) -> float:
         """What decoding reads of the cache."""
-        elements = 2 * self.kv * work.context * work.num_decoding * self.model.num_layers
-        return self.speed.stream_s(elements)
+        of_cache = work.context * work.num_decoding * self.model.num_layers
+        latent = self.model.latent
+        if latent is None:
+            return self.speed.stream_s(2 * self.kv * of_cache)
+        heads = self.heads // self.model.head_dim  # all of them meet the same latent
+        flops = 2 * heads * (latent.kv_down_size + latent.kv_lora_rank) * of_cache
+        return max(self.speed.stream_s(latent.kv_down_size * of_cache), flops / self._attention_flops_per_s(1.0))
 
     def _prompts_s(self, work: Work) -> float:
-        """4 · heads · d FLOPs for each token of a prompt and each key that it sees, in each layer."""
-        flops = 4 * self.heads * work.num_prompt * work.prompt_keys * self.model.num_layers
-        if not isinstance(self.speed, Rates):
-            return flops / _flops_per_s(self.speed)
-        profile = self.speed.profile
-        half = profile.attention_half_keys
+        """2 · heads · d FLOPs of keys, and of values, for each token of a prompt and key it sees, in each layer."""
+        flops = 2 * (self.heads + self.values) * work.num_prompt * work.prompt_keys * self.model.num_layers
+        half = self.speed.profile.attention_half_keys if isinstance(self.speed, Rates) else 0.0
         reach = 2 * work.prompt_keys  # of a causal prompt: its length
-        share = profile.attention_efficiency * (reach / (reach + half) if reach else 1.0)
-        return flops / (self.speed.flops_per_s * share)
+        return flops / self._attention_flops_per_s(reach / (reach + half) if reach else 1.0)
+
+    def _attention_flops_per_s(self, share: float) -> float:
+        """What fused attention reaches, at a share of its best."""
+        if not isinstance(self.speed, Rates):
+            return _flops_per_s(self.speed)
+        return self.speed.flops_per_s * self.speed.profile.attention_efficiency * share
 
     def _streams_s(self, work: Work) -> float:
         """What the kernels between the products read and write: as training's forward (`cost.kernels`)."""

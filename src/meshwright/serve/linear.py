@@ -16,12 +16,13 @@ from torch import nn
 
 from meshwright.comm.differentiable import reduce_from
 from meshwright.models.decoder import MLP, Attention
+from meshwright.models.latent import Latents
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 Parallel = ColumnParallelLinear | RowParallelLinear
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 TYPICAL_ROWS = 16
-TOGETHER = {Attention: ("q", "k", "v"), MLP: ("gate", "up")}
+TOGETHER = {Attention: ("q", "k", "v"), Latents: ("q", "kv"), MLP: ("gate", "up")}
 """Layers of one input."""
 
 

@@ -21,11 +21,13 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement, dim_range, largest_part, placements
 from meshwright.core.strategy import Strategy
+from meshwright.models.latent import LatentAttention
 from meshwright.parallel import experts, pipeline, tensor
 from meshwright.parallel.states import DTYPES
 from meshwright.serve import layers, linear, native
 from meshwright.serve.attention import PagedCore, Step, StepRope
 from meshwright.serve.batch import Batch
+from meshwright.serve.latent import PagedLatentAttention
 
 Weights = Callable[[tuple[Placement, ...]], Iterable[torch.Tensor]]
 """What a rank holds → the values of each box, in the same order. All ranks call it together."""
@@ -58,8 +60,6 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
             f"`{spec.name}` has experts of limited capacity: which tokens they drop depends on all that run together, "
             "so that an answer would depend on its neighbours; serve a model without"
         )
-    if spec.latent is not None:
-        raise UnsupportedError(f"`{spec.name}` has latent attention, which is trained and not served yet")
 
 
 class Runner:
@@ -117,13 +117,17 @@ class Runner:
         """Put paged attention into every layer; the cache of each."""
         caches, ropes = [], {}
         for layer in model.layers.values():
-            attention = layer.attention
-            heads = attention.k.weight.shape[0] // self.spec.head_dim
-            cache = torch.zeros(2, num_slots, heads, self.spec.head_dim, dtype=self.dtype, device=self.mesh.device)
-            attention.core = PagedCore(cache, self._step)
+            attention, options = layer.attention, {"dtype": self.dtype, "device": self.mesh.device}
             if attention.rope is not None:
                 key = id(attention.rope)
                 ropes[key] = attention.rope = ropes.get(key) or StepRope(attention.rope, self._step)
+            if isinstance(attention, LatentAttention):
+                cache = torch.zeros(num_slots, sum(attention.latents.widths), **options)
+                layer.attention = PagedLatentAttention(attention, cache, self._step)
+            else:
+                heads = attention.k.weight.shape[0] // self.spec.head_dim
+                cache = torch.zeros(2, num_slots, heads, self.spec.head_dim, **options)
+                attention.core = PagedCore(cache, self._step)
             caches.append(cache)
         self._ropes = list(ropes.values())
         return caches
