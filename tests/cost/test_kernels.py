@@ -69,6 +69,19 @@ def test_unfused_attention_pays_for_every_score():
     assert dropped.forward > unfused.forward
 
 
+def test_dropped_probabilities_are_priced_as_passes_over_scores():
+    model, split = big(), Strategy(tp=8, precision="bf16")
+    job = Job(seq_length=2048, global_batch_size=1)
+    dropped = job.model_copy(update={"attention_dropout": 0.1})
+    fused, unfused, slow = (
+        layer_kernels(model, j, split, speed(), stack)
+        for j, stack in ((job, Stack()), (job, UNFUSED), (dropped, Stack()))
+    )
+    assert fused.attention.forward < unfused.attention.forward < slow.attention.forward
+    assert fused.products == slow.products
+    assert unfused.streams == slow.streams
+
+
 def test_the_host_is_a_floor_and_no_more():
     job = Job(seq_length=128, global_batch_size=1)
     model, strategy = make_model(num_layers=8), Strategy(precision="bf16", recompute="full")

@@ -255,7 +255,7 @@ def counted_pairs(rank: int, world: int, balance: str) -> tuple[list[int], list[
             def count(*args: Any, right: Any = right, number: int = number) -> Any:
                 q, k = args[number : number + 2]
                 n, m = q.shape[2], k.shape[2]
-                found[number].append(m * (m + 1) // 2 + (n - m) * m if args[-1] else n * m)
+                found[number].append(m * (m + 1) // 2 + (n - m) * m if args[-2] else n * m)
                 return right(*args)
 
             patch.setattr(block, name, count)
@@ -291,9 +291,9 @@ def _first_keys_in_backward(right: Callable[..., Any]) -> Callable[..., Any]:
     """Each step of backward takes the rank's own keys and values, not those that came."""
     own: list[torch.Tensor] = []
 
-    def add(into: Any, grad: Any, q: torch.Tensor, kv: torch.Tensor, whole: Any, spans: Any) -> None:
+    def add(into: Any, grad: Any, q: torch.Tensor, kv: torch.Tensor, *rest: Any) -> None:
         own[:] = [*own, kv][:1]
-        right(into, grad, q, own[0], whole, spans)
+        right(into, grad, q, own[0], *rest)
 
     return add
 
@@ -409,8 +409,8 @@ def test_plain_products_are_the_kernel(causal: bool) -> None:
     k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64, generator=generator) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "_MAX_SCORES", 2 * 6 * 5 * 3)
-        ours = block._plain_forward(q, k, v, causal)
-        gradients = block._plain_backward(grad, q, k, v, ours, causal)
+        ours = block._plain_forward(q, k, v, causal, None)
+        gradients = block._plain_backward(grad, q, k, v, ours, causal, None)
     kernel = block.forward(q, k, v, causal)
     for mine, theirs in zip(
         (*ours, *gradients), (*kernel, *block.backward(grad, q, k, v, kernel, causal)), strict=True

@@ -52,6 +52,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Field → a strategy in which it is not at its default, with what it needs."""
 OTHERS_OF_JOB: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
+    "attention_dropout": {"attention_dropout": 0.1},
     "label_smoothing": {"label_smoothing": 0.1},
     "label_smoothing_rule": {"label_smoothing_rule": "megatron"},
     "z_loss": {"z_loss": 1e-4},

@@ -20,6 +20,9 @@ class Job(Value):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the elements of hidden states that training drops behind the embedding, attention and mlp: the same
     elements in every layout."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the probabilities of attention that training drops: the same ones in every layout. Attention is not one
+    fused kernel then."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """ε of the training loss: the target keeps 1 − ε, and ε is spread over the whole vocabulary."""
     label_smoothing_rule: Literal["torch", "megatron"] = "torch"

@@ -105,13 +105,9 @@ def _sequence(c: Case) -> str | None:
 
 
 def _dropout(c: Case) -> str | None:
-    s = c.strategy
-    for name, is_set in (
-        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
-    ):
-        if c.job.dropout and is_set:
-            return f"dropout={c.job.dropout:g} with {name}"
+    for name, rate in (("dropout", c.job.dropout), ("attention_dropout", c.job.attention_dropout)):
+        if rate and c.strategy.pipeline_schedule.is_asynchronous:
+            return f"{name}={rate:g} with schedule={c.strategy.schedule}"
     return None
 
 
@@ -460,7 +456,7 @@ RULES = (
     ),
     Rule(
         "dropout",
-        "dropout needs tensor.kind=1d and a synchronous schedule",
+        "dropout and attention_dropout need a synchronous schedule",
         "masks are numbered by step, sequence and token, which are not told to the others",
         _dropout,
     ),

@@ -204,7 +204,9 @@ def layer_kernels(
     spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates, stack: Stack, layer: int = 0
 ) -> LayerKernels:
     """One layer, one micro-batch, without communication."""
-    fusion = _Fusion(stack.fused_attention, stack.attention_share, stack.dropout)
+    drops_scores = stack.dropout or job.attention_dropout > 0
+    is_fused = stack.fused_attention and not job.attention_dropout  # whose probabilities are nowhere to be dropped
+    fusion = _Fusion(is_fused, stack.attention_share, stack.dropout, drops_scores)
     return _kernels(spec, _shape(spec, job, strategy), strategy.tp, rates, fusion, spec.is_sparse(layer))
 
 
@@ -215,6 +217,7 @@ class _Fusion:
     fused_attention: bool
     attention_share: float
     dropout: bool
+    drops_scores: bool
 
 
 @lru_cache(maxsize=4096)
@@ -279,7 +282,7 @@ def _unfused_attention(z: _Shape, rates: Rates, fusion: _Fusion) -> Seconds:
     batch = z.b * z.heads
     products = rates.product(z.own, z.s, z.head_dim, batch) + rates.product(z.own, z.head_dim, z.s, batch)
     counted_s = rates.stream_s(2 * batch * z.own * z.s)  # scores stand among the passes
-    more = DROPOUT_PASSES * fusion.dropout
+    more = DROPOUT_PASSES * fusion.drops_scores
     forward_s, backward_s = (
         rates.stream_s((passes + more) * batch * z.own * z.s) for passes in (SCORE_PASSES, SCORE_PASSES_BACKWARD)
     )

@@ -33,7 +33,7 @@ from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.context import apply as context
 from meshwright.parallel.context.share import Cutter, Share
 from meshwright.parallel.data import GradientReducer
-from meshwright.parallel.dropout import Masks
+from meshwright.parallel.dropout import Masks, Part
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.grids import apply as grids
 from meshwright.parallel.grids.apply import own_sequences
@@ -97,9 +97,9 @@ class ParallelModel:
             tensor.apply(model, spec, mesh[TP], strategy.sequence)
         else:
             grids.apply(model, spec, strategy.grid, mesh)
-        tp = mesh[TP] if strategy.sequence == "megatron" else None
-        self.masks = Masks(job.dropout, 0, *((tp.index, tp.size) if tp else (0, 1)))
+        self.masks = Masks(job.dropout, 0, _part(strategy, mesh), job.attention_dropout)
         dropout.apply(model, self.masks)
+        context.drop(model, self.masks)
         self.exchanges = experts.spread(model.layers, spec, mesh[EP]) if strategy.ep > 1 else {}
         """Layer → what exchanges the rows of its experts, where ranks share them."""
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
@@ -364,6 +364,18 @@ class ParallelModel:
             self.routers.start_step()
         self._num_sequences = 0
         self._pending_reduction = False
+
+
+def _part(strategy: Strategy, mesh: Mesh) -> Part:
+    """What this rank holds of hidden states and heads."""
+    tp, grid = mesh[TP], strategy.grid
+    return Part(
+        tokens=(tp.index, tp.size) if strategy.sequence == "megatron" else (0, 1),
+        sequences=lambda numbers: own_sequences(numbers, mesh, grid.batch_axes),
+        inner=lambda numbers: own_sequences(numbers, mesh, grid.logit_axes),
+        features=mesh[grid.hidden_axes[0]].index if grid.hidden_axes else 0,
+        heads=mesh[grid.vocab_axis].index,
+    )
 
 
 def _hidden_shape(spec: ModelSpec, strategy: Strategy) -> Callable[[torch.Size], tuple[int, int, int]]:

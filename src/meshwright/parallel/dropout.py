@@ -5,11 +5,13 @@ What it divides: nothing. Whether an element of a hidden state is dropped is a f
     (seed, step, sequence of the global batch, token, feature, layer, site)        site: embedding, attention, mlp
 
 computed where the element is, so that any rank, any micro-batch and any run again in backward finds the same, and the
-result is that of one process. No mask is kept for backward: it is computed again.
-What it needs: rule `dropout`. What it costs: seven integer passes over each hidden state, forward and backward.
+result is that of one process. No mask is kept for backward: it is computed again. Likewise a probability of attention,
+by (seed, step, sequence, query, key, head, layer).
+What it needs: rule `dropout`. What it costs: seven integer passes over each hidden state, forward and backward; of
+probabilities, over those of a few rows at a time, and attention that is not a fused kernel (`parallel.context.block`).
 
     row    64-bit hash of seed, step, sequence, token; then of layer and site     one per token
-    drop   a 32-bit mix of row + hash(feature) is below rate·2³²
+    drop   a 32-bit mix of row + hash(feature) is below rate·2³²                  of probabilities: hash(key)
 
 Sources: Srivastava et al. 2014 (dropout); Salmon et al. 2011 (counters instead of streams); the mixes are those of
 SplitMix64 (Steele et al. 2014) and MurmurHash3.
@@ -17,8 +19,10 @@ SplitMix64 (Steele et al. 2014) and MurmurHash3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,26 +31,54 @@ from torch.autograd.function import once_differentiable
 
 SITES = {"embedding_dropout": 1, "attention_dropout": 2, "mlp_dropout": 3}
 """Name of a module whose place is taken → number in the hash."""
+PROBABILITIES = 4
+"""The number of those of attention."""
 _MASK = 2**64 - 1
 _ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ODD_32 = (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)
 
 
+def _all(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of the hidden states and of the heads of a micro-batch's tokens.
+
+    Attributes:
+        tokens: (index, number) of equal parts of a sequence's tokens, between the layers.
+        sequences: of the numbers of all [b] those of its sequences, between the layers; `inner`: within attention.
+        features: position among the ranks that cut the hidden dim.
+        heads: likewise the heads.
+    """
+
+    tokens: tuple[int, int] = (0, 1)
+    sequences: Callable[[torch.Tensor], torch.Tensor] = _all
+    inner: Callable[[torch.Tensor], torch.Tensor] = _all
+    features: int = 0
+    heads: int = 0
+
+
 class Masks:
     """What the masks of a step are made of.
 
+    Args:
+        rate: share of elements of hidden states that are dropped.
+        part: what of them this rank holds.
+        attention_rate: share of the probabilities of attention that are.
+
     Attributes:
-        rate: share of elements that are dropped.
         seed: of the run.
         step: of the run; the caller counts.
     """
 
-    def __init__(self, rate: float, seed: int = 0, part: int = 0, num_parts: int = 1) -> None:
-        """`part` of `num_parts` equal parts is what this rank holds of the tokens that its tp ranks have."""
-        self.rate, self.seed, self.step = rate, seed, 0
-        self._part, self._num_parts = part, num_parts
+    def __init__(self, rate: float, seed: int = 0, part: Part | None = None, attention_rate: float = 0.0) -> None:
+        self.rate, self.attention_rate, self.seed, self.step = rate, attention_rate, seed, 0
+        self.part = part or Part()
         self._is_active = False
         self._rows: dict[int, torch.Tensor] = {}
+        self._sequences: dict[int, torch.Tensor] = {}
         self._features: torch.Tensor | None = None
         self.micro_batch = 0
         """The one that runs."""
@@ -64,9 +96,10 @@ class Masks:
                 have, [n].
             first: number in the global batch of the first of these sequences.
         """
-        if self.rate:
+        if self.rate or self.attention_rate:
             for number, (num_sequences, positions) in enumerate(shares):
-                self._rows[number] = self._of_tokens(num_sequences, positions, first)
+                self._sequences[number] = self._of_sequences(num_sequences, positions.device, first)
+                self._rows[number] = self._of_tokens(self._sequences[number], positions)
                 first += num_sequences
             self._is_active = True
         try:
@@ -74,29 +107,101 @@ class Masks:
         finally:
             self._is_active = False
             self._rows.clear()
+            self._sequences.clear()
 
-    def _of_tokens(self, num_sequences: int, positions: torch.Tensor, first: int) -> torch.Tensor:
-        """int64 [b, n/parts]."""
-        sequences = torch.arange(first, first + num_sequences, device=positions.device).unsqueeze(1)
-        return _mix(_mix(sequences + _signed(_hash(self.seed, self.step))) + self._own(positions))
+    def _of_sequences(self, count: int, device: torch.device, first: int) -> torch.Tensor:
+        """int64 [b]."""
+        return _mix(torch.arange(first, first + count, device=device) + _signed(_hash(self.seed, self.step)))
+
+    def _of_tokens(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [b', n/parts]."""
+        return _mix(self.part.sequences(sequences).unsqueeze(1) + self._own(positions))
 
     def _own(self, positions: torch.Tensor) -> torch.Tensor:
         """Of this rank's tokens."""
-        return positions.chunk(self._num_parts)[self._part]
+        index, number = self.part.tokens
+        return positions.chunk(number)[index]
 
     def drop(self, x: torch.Tensor, place: int, micro_batch: int) -> torch.Tensor:
-        """x [b, s, h] without what is dropped, the rest divided by 1 − rate."""
+        """x [b', s, h'] without what is dropped, the rest divided by 1 − rate."""
         rows = _low(_mix(self._rows[micro_batch] + _signed(place)))
         if self._features is None or len(self._features) != x.shape[-1] or self._features.device != x.device:
-            self._features = _low(_mix(torch.arange(x.shape[-1], device=x.device) + _signed(_ODD[0])))
-        bits = rows.unsqueeze(-1) + self._features
-        bits.bitwise_xor_(bits >> 16).mul_(_ODD_32[0])
-        bits.bitwise_xor_(bits >> 13).mul_(_ODD_32[1])
-        return x.masked_fill(bits < round(self.rate * 2**32) - 2**31, 0.0).mul_(1 / (1 - self.rate))
+            first = self.part.features * x.shape[-1]
+            self._features = _of_columns(torch.arange(first, first + x.shape[-1], device=x.device))
+        return x.masked_fill(_is_dropped(rows, self._features, self.rate), 0.0).mul_(1 / (1 - self.rate))
+
+    def of_attention(self, place: int, num_heads: int, index: int) -> Dropped | None:
+        """Of the probabilities of the micro-batch that runs; None where none are dropped.
+
+        Args:
+            num_heads: of this rank.
+            index: its position among the ranks that have as many others each.
+        """
+        if not (self._is_active and self.attention_rate):
+            return None
+        first = index * num_heads
+        heads = [_signed(_hash(place, head)) for head in range(first, first + num_heads)]
+        sequences = self.part.inner(self._sequences[self.micro_batch])
+        return Dropped(sequences, torch.tensor(heads, device=sequences.device), self.attention_rate)
 
     def __call__(self, x: torch.Tensor, place: int) -> torch.Tensor:
         """Dropout of a hidden state [b, s, h] at a place, where it is trained on."""
-        return _Dropout.apply(x, self, place, self.micro_batch) if self._is_active else x
+        return _Dropout.apply(x, self, place, self.micro_batch) if self._is_active and self.rate else x
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Which probabilities of a micro-batch's attention are dropped in a layer.
+
+    Attributes:
+        sequences: int64 [b], hashed with seed and step.
+        heads: int64 [a], hashed with the layer.
+    """
+
+    sequences: torch.Tensor
+    heads: torch.Tensor
+    rate: float
+
+    def rows(self, queries: torch.Tensor) -> torch.Tensor:
+        """int32 [b, a, n] of queries at these positions [n] of their sequence."""
+        tokens = _mix(self.sequences.unsqueeze(1) + queries).unsqueeze(1)
+        return _low(_mix(tokens + self.heads.unsqueeze(1)))
+
+    def between(self, rows: torch.Tensor, keys: torch.Tensor) -> ScoreMask:
+        """Of such rows and keys at these positions [m]."""
+        return ScoreMask(rows, _of_columns(keys), self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreMask:
+    """Which of the probabilities of rows [b, a, n] and columns [m] are dropped: computed where they are, for as many at
+    a time as are needed."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    rate: float
+
+    def part(self, sequences: slice, queries: slice, keys: slice) -> ScoreMask:
+        """Of some of them."""
+        return ScoreMask(self.rows[sequences, :, queries], self.columns[keys], self.rate)
+
+    def apply_(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Of probabilities [b, g, a/g, n, m], in place: what is dropped is 0, the rest divided by 1 − rate."""
+        rows = self.rows.unflatten(1, probabilities.shape[1:3])
+        return probabilities.masked_fill_(_is_dropped(rows, self.columns, self.rate), 0.0).mul_(1 / (1 - self.rate))
+
+
+def _of_columns(numbers: torch.Tensor) -> torch.Tensor:
+    """int32 [m] of features, or of positions of keys."""
+    return _low(_mix(numbers + _signed(_ODD[0])))
+
+
+def _is_dropped(rows: torch.Tensor, columns: torch.Tensor, rate: float) -> torch.Tensor:
+    """bool [.., n, m] of rows [.., n] and columns [m]."""
+    bits = rows.unsqueeze(-1) + columns
+    bits.bitwise_xor_(bits >> 16).mul_(_ODD_32[0])
+    bits.bitwise_xor_(bits >> 13).mul_(_ODD_32[1])
+    return bits < round(rate * 2**32) - 2**31
 
 
 class _Dropout(torch.autograd.Function):
@@ -123,8 +228,41 @@ class Dropout(nn.Module):
         return self.masks(x, self.place)
 
 
+class ScoreDropout:
+    """At the attention of one layer.
+
+    Args:
+        index: position among the ranks that have as many other heads each.
+    """
+
+    def __init__(self, masks: Masks, layer: int, index: int) -> None:
+        self._masks, self._place, self._index = masks, _hash(layer + 1, PROBABILITIES), index
+
+    def now(self, q: torch.Tensor) -> Dropped | None:
+        """Of q [b, a, n, d]; None where none are dropped."""
+        return self._masks.of_attention(self._place, q.shape[1], self._index)
+
+
+class DenseCore(nn.Module):
+    """Attention with all probabilities at once: what every other way of dropping them is compared with."""
+
+    def __init__(self, plain: nn.Module, dropout: ScoreDropout) -> None:
+        super().__init__()
+        self.plain, self.dropout = plain, dropout
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        dropped = self.dropout.now(q)
+        if dropped is None:
+            return self.plain(q, k, v)
+        at = torch.arange(q.shape[2], device=q.device)
+        scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        p = scores.masked_fill(at > at.unsqueeze(1), -math.inf).softmax(-1)
+        kept = dropped.between(dropped.rows(at), at).apply_(torch.ones_like(p))
+        return (p * kept @ v.unsqueeze(2)).flatten(1, 2)
+
+
 def apply(model: nn.Module, masks: Masks) -> None:
-    """Take the places that a model has for it, in place; nothing without a rate."""
+    """Take the places that a model has for hidden states, in place; nothing without a rate."""
     if not masks.rate:
         return
     for path, _ in list(model.named_modules()):
@@ -132,6 +270,13 @@ def apply(model: nn.Module, masks: Masks) -> None:
         if child in SITES:
             layer = int(parent.rpartition(".")[2]) if parent else -1
             setattr(model.get_submodule(parent), child, Dropout(masks, layer, SITES[child]))
+
+
+def apply_dense(model: nn.Module, masks: Masks) -> None:
+    """Likewise, and that of attention, on one process."""
+    apply(model, masks)
+    for name, layer in model.layers.items() if masks.attention_rate else ():
+        layer.attention.core = DenseCore(layer.attention.core, ScoreDropout(masks, int(name), 0))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -290,7 +290,7 @@ class Engine:
         content = {"optimizer_step": int(self.optimizer.step_count), **(extra or {})}
         if scale.is_dynamic:
             content["loss_scale"] = scale.state()
-        if self.plan.job.dropout:
+        if self.plan.job.dropout or self.plan.job.attention_dropout:
             content["dropout_step"] = self.parallel.masks.step
         is_ahead = False
         if (delayed := self.optimizer.delayed) is not None:

@@ -102,8 +102,8 @@ class Reference:
     def __init__(self, plan: Plan, options: OptimizerOptions, seed: int) -> None:
         self.model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
         init.initialize(self.model, plan.model, seed)
-        self.masks = Masks(plan.job.dropout, seed)
-        dropout.apply(self.model, self.masks)
+        self.masks = Masks(plan.job.dropout, seed, attention_rate=plan.job.attention_dropout)
+        dropout.apply_dense(self.model, self.masks)
         self.options, self.job = options, plan.job
         self.routers = _plain_routers(self.model, plan.model) if plan.model.num_experts else None
         matrices = [p for p in self.model.parameters() if p.ndim > 1]

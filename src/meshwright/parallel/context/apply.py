@@ -19,21 +19,30 @@ from meshwright.core.batch import Places
 from meshwright.core.layouts import Context
 from meshwright.parallel.context import local, ring, ring_self_attention, ulysses
 from meshwright.parallel.context.local import Table
+from meshwright.parallel.dropout import Masks, ScoreDropout
 
 RINGS = {"ring": ring.attention, "ring-self-attention": ring_self_attention.attention}
 
 
 class WholeCore(nn.Module):
-    """Attention of whole sequences: the plain one, and piece by piece where documents share a sequence."""
+    """Attention of whole sequences: the plain one, and piece by piece where documents share a sequence, or where
+    probabilities are dropped.
+
+    Attributes:
+        dropout: of its probabilities; :func:`drop` sets it.
+    """
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
         self.plain = plain
+        self.dropout: ScoreDropout | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
-        if places is None or places.documents is None or q.device.type == "meta":
+        dropped = self.dropout.now(q) if self.dropout is not None else None
+        documents = None if places is None else places.documents
+        if (documents is None and dropped is None) or q.device.type == "meta":
             return self.plain(q, k, v)
-        return local.attention(q, k, v, places)
+        return local.attention(q, k, v, documents, dropped)
 
 
 class ContextCore(nn.Module):
@@ -42,13 +51,15 @@ class ContextCore(nn.Module):
     def __init__(self, whole: nn.Module, context: Context, axis: Axis) -> None:
         super().__init__()
         self.whole, self.context, self.axis = whole, context, axis
+        self.dropout: ScoreDropout | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
         assert places is not None
         table = Table(self.context.balance, self.axis.size, places)
         if self.context.kind == "ulysses":
             return ulysses.attention(q, k, v, self.axis, table, self.whole)
-        return RINGS[self.context.kind](q, k, v, self.axis, table)
+        dropped = self.dropout.now(q) if self.dropout is not None else None
+        return RINGS[self.context.kind](q, k, v, self.axis, table, dropped)
 
 
 def apply(model: nn.Module, context: Context, axis: Axis) -> None:
@@ -56,3 +67,12 @@ def apply(model: nn.Module, context: Context, axis: Axis) -> None:
     for layer in model.layers.values():
         whole = WholeCore(layer.attention.core)
         layer.attention.core = whole if axis.size == 1 else ContextCore(whole, context, axis)
+
+
+def drop(model: nn.Module, masks: Masks) -> None:
+    """Drop probabilities of every layer's attention, once cores and dropout were put there; nothing without a rate."""
+    for name, layer in model.layers.items() if masks.attention_rate else ():
+        core, index = layer.attention.core, masks.part.heads
+        if isinstance(core, ContextCore) and core.context.kind == "ulysses":
+            index, core = index * core.axis.size + core.axis.index, core.whole
+        core.dropout = ScoreDropout(masks, int(name), index)

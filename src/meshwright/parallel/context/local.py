@@ -5,7 +5,7 @@ Nothing of the size of a mask is made: what is masked is left out, documents too
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.core.batch import Places
 from meshwright.core.layouts import Balance
-from meshwright.core.tokens import Piece, pieces
+from meshwright.core.tokens import Piece, pieces, positions
 from meshwright.parallel.context import block
 from meshwright.parallel.context.block import Block
+from meshwright.parallel.dropout import Dropped, ScoreMask
 
 Span = tuple[slice, tuple[Piece, ...]]
 """Some of the sequences, and their pieces."""
@@ -48,17 +49,27 @@ def empty_block(q: torch.Tensor, dtype: torch.dtype) -> Block:
 
 
 @torch.no_grad()
-def attend(into: Block, q: torch.Tensor, kv: Sequence[torch.Tensor], spans: Iterator[Span], *, first: bool) -> None:
+def attend(
+    into: Block,
+    q: torch.Tensor,
+    kv: Sequence[torch.Tensor],
+    spans: Iterator[Span],
+    mask: ScoreMask | None,
+    *,
+    first: bool,
+) -> None:
     """Take the keys and values kv [2, b, g, n, d] of one rank into the attention of q [b, a, n, d].
 
     Args:
+        mask: of the probabilities of all of q with all of kv, which are dropped.
         first: these are the rank's own keys, of which every query sees one: `into` holds nothing yet.
     """
     k, v = kv[0], kv[1]
     for rows, found in spans:
         for piece in found:
             at, keys = slice(*piece.queries), slice(*piece.keys)
-            part = block.forward(q[rows, :, at], k[rows, :, keys], v[rows, :, keys], piece.causal)
+            own = None if mask is None else mask.part(rows, at, keys)
+            part = block.forward(q[rows, :, at], k[rows, :, keys], v[rows, :, keys], piece.causal, own)
             here = into[0][rows, :, at], into[1][rows, :, at]
             if first:
                 here[0].copy_(part[0])
@@ -75,12 +86,13 @@ def add_gradients(
     kv: Sequence[torch.Tensor],
     whole: Block,
     spans: Iterator[Span],
+    mask: ScoreMask | None,
 ) -> None:
     """Add to into = (dq [b, a, n, d], dkv [2, b, g, n, d]) what these keys and values contribute.
 
     Args:
         grad: of the whole output.
-        q, kv, spans: as for :func:`attend`.
+        q, kv, spans, mask: as for :func:`attend`.
         whole: output and log-sum-exp over all keys of all ranks.
     """
     (dq, dkv), (k, v) = into, (kv[0], kv[1])
@@ -88,35 +100,61 @@ def add_gradients(
         for piece in found:
             at, keys = slice(*piece.queries), slice(*piece.keys)
             here = whole[0][rows, :, at], whole[1][rows, :, at]
+            dropped = None if mask is None else mask.part(rows, at, keys)
             own = block.backward(
-                grad[rows, :, at], q[rows, :, at], k[rows, :, keys], v[rows, :, keys], here, piece.causal
+                grad[rows, :, at], q[rows, :, at], k[rows, :, keys], v[rows, :, keys], here, piece.causal, dropped
             )
             dq[rows, :, at] += own[0]
             dkv[0, rows, :, keys] += own[1]
             dkv[1, rows, :, keys] += own[2]
 
 
+def masks_of(dropped: Dropped | None, table: Table, rank: int, device: torch.device) -> Callable[[int], Any]:
+    """Rank whose keys they are → the mask of what the queries of `rank` make of them; None where none are dropped."""
+    if dropped is None:
+        return lambda source: None
+
+    def at(of: int) -> torch.Tensor:
+        return torch.tensor(positions(table.balance, table.places.length, table.num_ranks, of), device=device)
+
+    rows = dropped.rows(at(rank))
+    return lambda source: dropped.between(rows, at(source))
+
+
 class _Attention(torch.autograd.Function):
-    """Of whole sequences with documents. Keeps what flash attention keeps: q, k, v, out, log-sum-exp."""
+    """Of whole sequences with documents, or with dropout. Keeps what flash attention keeps: q, k, v, out,
+    log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table, dropped: Dropped | None
+    ) -> torch.Tensor:
         out, lse = empty_block(q, q.dtype)[0], empty_block(q, block.statistic_dtype(q.dtype))[1]
-        attend((out, lse), q, (k, v), table.spans(0, 0), first=True)
-        ctx.table = table
+        mask = masks_of(dropped, table, 0, q.device)(0)
+        attend((out, lse), q, (k, v), table.spans(0, 0), mask, first=True)
+        ctx.table, ctx.dropped = table, dropped
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, *whole = ctx.saved_tensors
         dq, dkv = torch.zeros_like(q), k.new_zeros((2, *k.shape))
-        add_gradients((dq, dkv), grad, q, (k, v), (whole[0], whole[1]), ctx.table.spans(0, 0))
-        return dq, dkv[0], dkv[1], None
+        mask = masks_of(ctx.dropped, ctx.table, 0, q.device)(0)
+        add_gradients((dq, dkv), grad, q, (k, v), (whole[0], whole[1]), ctx.table.spans(0, 0), mask)
+        return dq, dkv[0], dkv[1], None, None
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places) -> torch.Tensor:
-    """Causal attention within documents, of whole sequences: q [b, a, s, d], k and v [b, g, s, d] → [b, a, s, d]."""
-    out: torch.Tensor = _Attention.apply(q, k, v, Table("contiguous", 1, Places(places.length, None, places.documents)))
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, dropped: Dropped | None = None
+) -> torch.Tensor:
+    """Causal attention within documents, of whole sequences: q [b, a, s, d], k and v [b, g, s, d] → [b, a, s, d].
+
+    Args:
+        documents: [b, s]; None: each sequence is one.
+        dropped: which probabilities are.
+    """
+    table = Table("contiguous", 1, Places(q.shape[2], None, documents))
+    out: torch.Tensor = _Attention.apply(q, k, v, table, dropped)
     return out

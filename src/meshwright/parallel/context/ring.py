@@ -29,6 +29,7 @@ from meshwright.comm.p2p import recv_start, send_start
 from meshwright.comm.work import Work
 from meshwright.parallel.context import block, local
 from meshwright.parallel.context.local import Table
+from meshwright.parallel.dropout import Dropped
 
 KEYS, GRADIENTS = 0, 1
 """Tags: what goes round."""
@@ -66,20 +67,29 @@ class Belt:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        axis: Axis,
+        table: Table,
+        dropped: Dropped | None,
+    ) -> torch.Tensor:
+        mask_of = local.masks_of(dropped, table, axis.index, q.device)
         own = kv = torch.stack((k, v))
         summed, belt = local.empty_block(q, block.statistic_dtype(q.dtype)), Belt(axis, KEYS)
         for step in range(axis.size):
             is_last = step == axis.size - 1
             following, arriving = (kv, None) if is_last else belt.start(kv)
-            spans = table.spans(axis.index, (axis.index - step) % axis.size)
-            local.attend(summed, q, kv, spans, first=step == 0)
+            source = (axis.index - step) % axis.size
+            local.attend(summed, q, kv, table.spans(axis.index, source), mask_of(source), first=step == 0)
             if arriving is not None:
                 arriving.wait()
             kv = following
         belt.end()
         out, lse = summed[0].to(q.dtype), summed[1]
-        ctx.axis, ctx.table = axis, table
+        ctx.axis, ctx.table, ctx.dropped = axis, table, dropped
         ctx.save_for_backward(q, own, out, lse)
         return out
 
@@ -88,6 +98,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         axis, table = ctx.axis, ctx.table
         q, kv, *whole = ctx.saved_tensors
+        mask_of = local.masks_of(ctx.dropped, table, axis.index, q.device)
         wide = block.statistic_dtype(q.dtype)
         dq, dkv = torch.zeros_like(q, dtype=wide), torch.empty_like(kv, dtype=wide)
         keys, gradients = Belt(axis, KEYS), Belt(axis, GRADIENTS)
@@ -96,8 +107,9 @@ class _Ring(torch.autograd.Function):
             is_last = step == axis.size - 1
             following, arriving = (kv, None) if is_last else keys.start(kv)
             added = torch.zeros_like(dkv)
-            spans = table.spans(axis.index, (axis.index - step) % axis.size)
-            local.add_gradients((dq, added), grad, q, kv, (whole[0], whole[1]), spans)
+            source = (axis.index - step) % axis.size
+            spans = table.spans(axis.index, source)
+            local.add_gradients((dq, added), grad, q, kv, (whole[0], whole[1]), spans, mask_of(source))
             if coming is not None:
                 coming.wait()
                 added += dkv
@@ -113,10 +125,12 @@ class _Ring(torch.autograd.Function):
         keys.end()
         gradients.end()
         dk, dv = dkv.to(kv.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table, dropped: Dropped | None = None
+) -> torch.Tensor:
     """Causal attention of this rank's tokens to those of all ranks.
 
     Args:
@@ -124,9 +138,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, tab
         k, v: [b, g, n, d]; g divides a.
         axis: the cp axis.
         table: which tokens are where.
+        dropped: which probabilities are.
 
     Returns:
         [b, a, n, d].
     """
-    out: torch.Tensor = _Ring.apply(q, k, v, axis, table)
+    out: torch.Tensor = _Ring.apply(q, k, v, axis, table, dropped)
     return out

@@ -27,9 +27,11 @@ from torch.autograd.function import once_differentiable
 from meshwright.comm.collectives import reduce_scatter_start
 from meshwright.comm.mesh import Axis
 from meshwright.core.tokens import positions
+from meshwright.parallel.context import local
 from meshwright.parallel.context.block import statistic_dtype
 from meshwright.parallel.context.local import Table
 from meshwright.parallel.context.ring import KEYS, Belt
+from meshwright.parallel.dropout import Dropped, ScoreMask
 
 
 def _ring(x: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Tensor]]:
@@ -75,13 +77,22 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, axis: Axis, table: Table) -
 
 class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        axis: Axis,
+        table: Table,
+        dropped: Dropped | None,
+    ) -> torch.Tensor:
+        mask_of = local.masks_of(dropped, table, axis.index, q.device)
         k, v, groups = k.contiguous(), v.contiguous(), _grouped(q, k.shape[1])
         p = _probabilities(groups, k, axis, table)
         out = torch.zeros_like(groups, dtype=statistic_dtype(q.dtype))
         for rank, values in _ring(v, axis):
-            out += p[..., rank, :] @ values.unsqueeze(2)
-        ctx.axis = axis
+            out += _kept(p[..., rank, :], mask_of(rank)) @ values.unsqueeze(2)
+        ctx.axis, ctx.table, ctx.dropped = axis, table, dropped
         ctx.save_for_backward(q, k, v, p)
         b, a, n, d = q.shape
         return q.new_empty((b, n, a, d)).transpose(1, 2).copy_(out.flatten(1, 2))
@@ -91,11 +102,13 @@ class _RingSelfAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         axis = ctx.axis
         q, k, v, p = ctx.saved_tensors
+        mask_of = local.masks_of(ctx.dropped, ctx.table, axis.index, q.device)
         groups, grads = _grouped(q, k.shape[1]), _grouped(grad, k.shape[1])
-        dv, summing_v = _summed(p, grads, axis)
+        kept = torch.stack([_kept(p[..., rank, :], mask_of(rank)) for rank in range(axis.size)], -2)
+        dv, summing_v = _summed(kept, grads, axis)
         ds = torch.empty_like(p, dtype=statistic_dtype(q.dtype))
         for rank, values in _ring(v, axis):
-            ds[..., rank, :] = grads @ values.unsqueeze(2).transpose(-1, -2)
+            ds[..., rank, :] = _kept(grads @ values.unsqueeze(2).transpose(-1, -2), mask_of(rank))
         ds -= (ds * p).sum((-1, -2), keepdim=True)
         ds = ds.mul_(p).mul_(1 / math.sqrt(q.shape[-1])).to(q.dtype)
         dk, summing_k = _summed(ds, groups, axis)
@@ -104,7 +117,12 @@ class _RingSelfAttention(torch.autograd.Function):
             dq += ds[..., rank, :] @ keys.unsqueeze(2)
         summing_v.wait()
         summing_k.wait()
-        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _kept(x: torch.Tensor, mask: ScoreMask | None) -> torch.Tensor:
+    """Of x [b, g, a/g, n, n] what is not dropped."""
+    return x if mask is None else mask.apply_(x.clone())
 
 
 def _summed(weights: torch.Tensor, rows: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Any]:
@@ -119,7 +137,9 @@ def _summed(weights: torch.Tensor, rows: torch.Tensor, axis: Axis) -> tuple[torc
     return out, reduce_scatter_start(out, by_rank, axis)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table, dropped: Dropped | None = None
+) -> torch.Tensor:
     """Causal attention of this rank's tokens to those of all ranks; arguments as of `ring.attention`."""
-    out: torch.Tensor = _RingSelfAttention.apply(q, k, v, axis, table)
+    out: torch.Tensor = _RingSelfAttention.apply(q, k, v, axis, table, dropped)
     return out

@@ -46,7 +46,9 @@ def emit(plan: Plan) -> Emitted:
 
 WHY = {
     "expert": "it is not a part of its file",
-    **dict.fromkeys(("dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"),
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"
+    ),
     "micro_batch_size": "it is the batch size of the script's DataLoader",
     "num_micro_batches": "start with `accelerate launch --gradient_accumulation_steps`, or set it in the script",
     "layers_per_stage": "Megatron-LM cuts evenly, as Accelerate starts it",

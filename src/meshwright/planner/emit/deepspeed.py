@@ -53,7 +53,9 @@ def emit(plan: Plan) -> Emitted:
 
 WHY = {
     "expert": "DeepSpeed's MoE layer takes it as ep_size in the script",
-    **dict.fromkeys(("dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"),
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"
+    ),
     "recompute": "wrap the layers in `deepspeed.checkpointing.checkpoint`",
     "shard_over": "DeepSpeed shards over all ranks; its MiCS and hpZ are set up otherwise",
     "keep_gathered": "DeepSpeed decides by stage3_max_reuse_distance and stage3_max_live_parameters, in elements",

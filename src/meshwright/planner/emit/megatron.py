@@ -21,7 +21,7 @@ PRECISIONS: dict[str, Flags] = {
 WHY = {
     "expert": "set --expert-model-parallel-size and --expert-tensor-parallel-size with the other flags of mixtures",
 }
-ALWAYS = ("dp", "tp", "pp", "micro_batch_size", "num_micro_batches", "zero", "dropout")
+ALWAYS = ("dp", "tp", "pp", "micro_batch_size", "num_micro_batches", "zero", "dropout", "attention_dropout")
 
 
 def emit(plan: Plan) -> Emitted:
@@ -41,7 +41,7 @@ def emit(plan: Plan) -> Emitted:
         flags |= more
         said |= fields
     flags |= _model(plan.model)
-    flags |= {"--attention-dropout": 0, "--hidden-dropout": f"{plan.job.dropout:g}"}
+    flags |= {"--attention-dropout": f"{plan.job.attention_dropout:g}", "--hidden-dropout": f"{plan.job.dropout:g}"}
     text = script(command_line([*torchrun_words(plan), "pretrain_gpt.py"], flags))
     return Emitted({"megatron.sh": text}, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
 

@@ -63,6 +63,7 @@ def emit(plan: Plan) -> Emitted:
 WHY = {
     "expert": "set expert_model_parallel_size on the strategy",
     "dropout": "set `hidden_dropout` on the model's config",
+    "attention_dropout": "set `attention_dropout` on the model's config",
     "zero": "NeMo's Megatron strategy divides the optimizer's states; its FSDP strategies are other classes",
     "recompute": "set `recompute_granularity`, `recompute_method` and `recompute_num_layers` on the model's config",
     "layers_per_stage": "set the layers of the first and last stage on the model's config",

@@ -24,6 +24,7 @@ OF_TRAINING = (
     "recompute_layers",
     "recompute_group",
     "dropout",
+    "attention_dropout",
     "label_smoothing",
     "label_smoothing_rule",
     "z_loss",
