@@ -96,6 +96,15 @@ class PlainRates:
         return elements * self.element_bytes / self.bytes_per_s
 
 
+class CoreRates(Rates):
+    """Of a CPU rank with a profile: no tiles, so that a product of few rows takes what these rows do."""
+
+    def product_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        """Seconds of `batch` products [m, k] × [k, n]."""
+        reached = self.flops_per_s * self.profile.matmul_efficiency
+        return batch * max(2 * m * n * k / reached, self.stream_s(m * k + k * n + m * n))
+
+
 def arithmetic_balance(cluster: ClusterSpec, layout: Layout) -> float:
     """B*: sequences in a step from which on its products are bound by compute, peak · β / (2 · bandwidth).
 
@@ -307,7 +316,10 @@ def _speed(cluster: ClusterSpec, layout: Layout) -> Rates | PlainRates:
     peak_flops_per_s(cluster, strategy)  # refuses where there is none
     dtype, element_bytes = strategy.recipe.parameter, strategy.recipe.parameter_bytes
     if device.profile is not None:
-        return rates(device, device.profile, dtype, element_bytes)
+        found = rates(device, device.profile, dtype, element_bytes)
+        if cluster.backend != "gloo":
+            return found
+        return CoreRates(found.flops_per_s, found.plain_flops_per_s, found.profile, found.bytes_per_s, element_bytes)
     return PlainRates(flops_per_s(cluster, strategy), device.memory_bandwidth_bytes_per_s, element_bytes)
 
 
