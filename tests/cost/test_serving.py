@@ -14,7 +14,7 @@ from meshwright.core.profile import Stack
 from meshwright.core.serving import Layout, Requests
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
-from meshwright.cost.kernels import layer_kernels, rates
+from meshwright.cost.kernels import layers_kernels, rates
 from meshwright.cost.kv_cache import kv_token_bytes
 from meshwright.cost.serving import (
     ATTENTION,
@@ -171,16 +171,31 @@ def test_stages_follow_one_another():
     assert two - one == pytest.approx(2 * link.latency_s + (hidden + logits) / link.bandwidth_bytes_per_s + told)
 
 
-def test_a_whole_prompt_takes_what_trainings_forward_takes():
+@pytest.mark.parametrize("name", ["llama-3-70b", "gpt-3-175b", "mixtral-8x7b", "deepseek-v3"])
+def test_a_whole_prompt_takes_what_trainings_forward_takes(name: str):
     """The same kernels, priced by the same profile: products, attention and streams of each layer."""
-    layout, tokens = Layout(tp=2), 2048
+    model, layout, tokens = load_model(name), Layout(tp=2), 2048
     speed = rates(H100.device, H100.device.profile, "bf16", 2)
     strategy, job = Strategy(tp=2, precision="bf16"), Job(seq_length=tokens, global_batch_size=1)
-    one = layer_kernels(LLAMA_70B, job, strategy, speed, Stack())
-    found = seconds(StepCosts(LLAMA_70B, layout, H100), Work(0, 0, tokens, tokens / 2, 0))
-    assert found[PRODUCTS] + found[WEIGHTS] == pytest.approx(80 * one.products.forward)
-    assert found[ATTENTION] == pytest.approx(80 * one.attention.forward)
-    assert found[STREAMS] == pytest.approx(80 * one.streams.forward)
+    each = layers_kernels(model, job, strategy, speed, Stack(), range(model.num_layers))
+    found = seconds(StepCosts(model, layout, H100), Work(0, 0, tokens, tokens / 2, 0))
+    assert found[PRODUCTS] + found[WEIGHTS] == pytest.approx(each.products.forward)
+    assert found[ATTENTION] == pytest.approx(each.attention.forward)
+    assert found[STREAMS] == pytest.approx(each.streams.forward)
+
+
+def test_a_latent_is_read_once_for_all_heads():
+    """DeepSeek-V3 keeps 61 · 576 numbers of a token, 70,272 bytes, on every rank of tp; with twice the bandwidth their
+    products with 128 heads take longer."""
+    model, work = load_model("deepseek-v3"), Work(8, 4096, num_rows=8)
+    device = DEVICE.model_copy(update={"memory_bandwidth_bytes_per_s": 2 * 3350e9})
+    fast = PLAIN.model_copy(update={"device": device})
+    one, divided, bound = (
+        seconds(StepCosts(model, Layout(tp=tp), cluster), work)[KEYS]
+        for tp, cluster in ((1, PLAIN), (8, PLAIN), (1, fast))
+    )
+    assert one == divided == pytest.approx(70_272 * 8 * 4096 / 3350e9)
+    assert bound == pytest.approx(2 * 128 * (576 + 512) * 8 * 4096 * 61 / 989e12)
 
 
 def test_one_token_reads_only_its_experts():

@@ -226,3 +226,16 @@ def test_vllm_is_told_of_experts_and_pipelines(tmp_path: Path, capsys: pytest.Ca
     assert "--enable-expert-parallel" in words_of(printed.out)
     assert "ep=2: vLLM spreads whole experts over all 4 ranks" in printed.err
     assert "pp=2: vLLM has several steps under way" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("mixtral-8x7b", "8xh100"), "no replicas that share experts; --fix ep=1"), (("llama-3-8b", "2xh100"), "")],
+)
+def test_what_the_engine_does_not_run_is_noted(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plan", *arguments, "--serve", *(["--fix", "ep=4"] if words else [])]) == 0
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert ("note:" in shown) == bool(words)

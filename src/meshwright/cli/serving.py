@@ -80,10 +80,28 @@ def plan(spec: ModelSpec, cluster: ClusterSpec, asked: Requests, fix: Sequence[s
     _print(console, result, shown.top)
     if shown.explain_rules:
         _print_rules(console, result.plan)
-    if warning := cluster_warning(cluster):
-        console.print(f"note: {warning}")
+    for note in filter(None, (cluster_warning(cluster), _not_served(result.plan))):
+        console.print(f"note: {note}", soft_wrap=True, highlight=False)
     if shown.out:
         console.print(f"plan written to {shown.out}", soft_wrap=True)
+
+
+def _not_served(made: ServingPlan) -> str | None:
+    """Why `meshwright serve` refuses the plan; only what not every model has is asked of the engine, which is slow to
+    import."""
+    from meshwright.core.errors import UnsupportedError
+
+    if made.layout.ep > 1:
+        return f"ep={made.layout.ep}: `meshwright serve` runs no replicas that share experts; --fix ep=1 plans without"
+    if not made.model.num_experts and made.model.latent is None:
+        return None
+    from meshwright.serve.runner import check_servable
+
+    try:
+        check_servable(made.model, made.strategy)
+    except UnsupportedError as error:
+        return f"`meshwright serve` does not run this plan: {error}"
+    return None
 
 
 def _print(console: Console, result: ServingResult, top: int) -> None:

@@ -235,7 +235,11 @@ class StepCosts:
         ffn = largest_part(model, "ffn", model.ffn_size, self.layout.tp)
         ffn = ffn if not model.num_experts else model.experts_per_token * ffn
         copies = 2.0 * (model.positions == "rope")
-        per_token = 10 * model.hidden_size + activation * ffn + copies * (self.heads + self.kv)
+        per_token = 10 * model.hidden_size + activation * ffn
+        if model.latent is not None:
+            per_token += 2 * ((model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank)
+            copies += 1.0 + 2.0 * model.values_size / model.heads_size
+        per_token += copies * (self.heads + self.kv)
         passes = self.speed.profile.stream_passes if isinstance(self.speed, Rates) else 1.0
         return self.speed.stream_s(passes * work.num_tokens * model.num_layers * per_token)
 
@@ -257,17 +261,23 @@ class StepCosts:
         links = [boundary_link(rank, rank + 1, replica, self.cluster) for rank in range(replica.pp - 1)]
         return [(link.latency_s, 1 / link.bandwidth_bytes_per_s) for link in links]
 
+    @cached_property
+    def _latency_s(self) -> tuple[float, float]:
+        """Of all reductions of a step, and of what is told to the ranks that follow."""
+        tp, world = self._routes[TP], self._routes[WORLD]
+        reductions_s = num_reductions(self.model) * tp.seconds("all_reduce", 0) + tp.seconds("all_gather", 0)
+        return reductions_s, 2 * world.seconds("broadcast", 0)
+
     def _add_links(self, seconds: dict[str, float], work: Work) -> None:
         hidden_bytes = work.num_tokens * self.model.hidden_size * self.element_bytes
         tp = self._routes[TP]
         if tp.size > 1:
-            sums = num_reductions(self.model)
-            latency_s = sums * tp.seconds("all_reduce", 0) + tp.seconds("all_gather", 0)
+            sums, latency_s = num_reductions(self.model), self._latency_s[0]
             gathered = work.num_rows * self.vocab * tp.size * LOGITS_BYTES
             all_s = sums * tp.seconds("all_reduce", hidden_bytes) + tp.seconds("all_gather", gathered)
             seconds[LATENCY], seconds[REDUCTIONS] = latency_s, max(0.0, all_s - latency_s)
         if self._routes[WORLD].size > 1:
-            seconds[LATENCY] += 2 * self._routes[WORLD].seconds("broadcast", 0)
+            seconds[LATENCY] += self._latency_s[1]
         if self.layout.ep > 1:
             buffer = self.model.experts_per_token * hidden_bytes
             seconds[EXCHANGE] = 2 * self.model.num_sparse_layers * self._routes[EP].seconds("all_to_all", buffer)

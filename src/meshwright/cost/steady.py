@@ -133,13 +133,14 @@ class Capacity:
     """What ends it there."""
 
 
-def capacity(costs: StepCosts, requests: Requests, max_batch: int) -> Capacity | str:
-    """To `PRECISION`; what is in the way where not even one request at a time is answered within the limits.
+def capacity(costs: StepCosts, requests: Requests, max_batch: int, precision: float = PRECISION) -> Capacity | str:
+    """What is in the way where not even one request at a time is answered within the limits.
 
     Args:
         costs: prices the replica's steps.
         requests: their lengths and limits; their rate does not count.
         max_batch: sequences that the cache holds whole.
+        precision: relative, of B.
     """
     most = float(min(costs.layout.max_running, max_batch)) if requests.output_tokens > 1 else 1.0
 
@@ -151,7 +152,7 @@ def capacity(costs: StepCosts, requests: Requests, max_batch: int) -> Capacity |
         return limit
     if (limit := fault(load(costs, requests, high))) is None:
         low, limit = high, _full(costs.layout.max_running, max_batch)
-    while high - low > PRECISION * high:
+    while high - low > precision * high:
         middle = (low + high) / 2
         if (found := fault(load(costs, requests, middle))) is None:
             low = middle

@@ -24,13 +24,17 @@ from meshwright.core.serving import Layout, Requests, ServingPlan, broken_rules,
 from meshwright.core.units import format_bytes
 from meshwright.cost.serving import StepCosts
 from meshwright.cost.serving_memory import ServingMemory, Weights, largest_weights, most_blocks, serving_memory
-from meshwright.cost.steady import Capacity, Load, capacity, load_at, longest_step_s
+from meshwright.cost.steady import PRECISION, Capacity, Load, capacity, load_at, longest_step_s
 from meshwright.planner.enumerate import default_precision
 
 STEP_TOKENS = (256, 512, 1024, 2048, 4096)
 MAX_RUNNING = 256
 """Sequences of a replica at once, unasked."""
-NEARLY = 0.98
+MAX_SHARED = 64
+"""Replicas that share experts, unasked, where fewer than all do."""
+ROUGHLY = 0.01
+"""Precision of what sizes of steps are compared by."""
+NEARLY = 0.97
 """Of the best throughput: below, a larger step is worth its longer gaps between tokens."""
 NUM_DEPTHS = 2
 """Values of pp that fit and are tried for each tp, the smallest ones: stages run one after the other, so that more of
@@ -172,7 +176,12 @@ def priced(plan: ServingPlan) -> ServingForecast:
 
 
 def forecast(
-    model: ModelSpec, cluster: ClusterSpec, requests: Requests, layout: Layout, weights: Weights | None = None
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    requests: Requests,
+    layout: Layout,
+    weights: Weights | None = None,
+    precision: float = PRECISION,
 ) -> ServingForecast | Refused:
     """One layout with all its sizes. `weights` are those of its degrees, where they are known."""
     memory = serving_memory(model, layout, weights)
@@ -180,7 +189,7 @@ def forecast(
     if held > cluster.usable_memory_bytes:
         return Refused(layout, "memory", _too_large(memory, held - memory.fixed_bytes, cluster))
     costs = StepCosts(model, layout, cluster)
-    most = capacity(costs, requests, max_batch(layout, requests))
+    most = capacity(costs, requests, max_batch(layout, requests), precision)
     if isinstance(most, str):
         return Refused(layout, "limits", f"is too slow for one request at a time: {most}")
     return ServingForecast(layout, requests, costs, memory, most)
@@ -244,9 +253,9 @@ def _degrees(num_devices: int, most: int) -> list[int]:
 
 
 def _shares(model: ModelSpec, cluster: ClusterSpec, replicas: int, tp: int) -> list[int]:
-    """Replicas that may share experts: those of a node, and all."""
+    """Replicas that may share experts: up to those of a node or `MAX_SHARED`, and all."""
     shared = gcd(replicas, model.num_experts) if model.num_experts else 1
-    within = max(1, cluster.devices_per_node // tp)
+    within = max(MAX_SHARED, cluster.devices_per_node // tp)
     return [degree for degree in divisors(shared) if degree <= within or degree == shared]
 
 
@@ -263,7 +272,8 @@ def _best_sizes(
     if not good:
         return next(each for each in tried if isinstance(each, Refused))
     enough = NEARLY * max(each.most_per_s for each in good)
-    return next(each for each in good if each.most_per_s >= enough)
+    best = next(each for each in good if each.most_per_s >= enough)
+    return forecast(model, cluster, requests, best.layout, weights)
 
 
 def _sized(
@@ -290,7 +300,7 @@ def _sized(
     if cluster.backend == "gloo" and "num_blocks" not in fix:
         blocks = min(blocks, running * per_request)
     sized = layout.model_copy(update={"num_blocks": blocks, "max_running": running})
-    return forecast(model, cluster, requests, sized, weights)
+    return forecast(model, cluster, requests, sized, weights, ROUGHLY)
 
 
 def _front(ranked: list[ServingForecast]) -> Iterator[ServingForecast]:
