@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.functions import rms_norm, swiglu
-from meshwright.serve import layers, native
+from meshwright.serve import layers, linear, native
 from meshwright.serve.native import DecodeStep, Kernels
 from tests.models.tiny import SPECS, random_model
 from tests.serve.test_engine import GREEDY, alone, make, prompts_of, tokens
@@ -83,6 +83,22 @@ def test_what_is_not_finite_stays_so(kernels, dtype):
     bad = torch.tensor([[[float("nan"), float("inf"), 1.0, -1.0]]]).to(dtype)
     assert kernels.gated(bad, torch.ones_like(bad)).isfinite().tolist() == [[[False, False, True, True]]]
     assert kernels.norm(bad[..., :1], torch.ones(1, dtype=dtype), 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(61, 32), (16, 96), (96, 64)])
+def test_products_by_tiles(kernels, outputs, inputs):
+    if not kernels.has_tiles:
+        pytest.skip("no matrix tiles here")
+    weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+    product, without = linear.TileProduct(kernels, weight, bias), linear.TileProduct(kernels, weight, None)
+    for rows in (1, 15, 16, 17, 32, 33, 70):
+        x = torch.randn(1, rows, inputs).bfloat16()
+        expected = x.double() @ weight.double().t()
+        torch.testing.assert_close(product(x).double(), expected + bias.double(), atol=0.02, rtol=0.02)
+        torch.testing.assert_close(without(x).double(), expected, atol=0.02, rtol=0.02)
+    assert (product(x) - without(x)).abs().max() > 0.1, "a control: the bias counts"
+    alone = product(x[:, -1:])
+    assert torch.equal(alone, product(x)[:, -1:]), "a row does not depend on its neighbours"
 
 
 def test_models_of_every_kind_run_plainly_too(monkeypatch):

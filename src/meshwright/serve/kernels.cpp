@@ -71,53 +71,119 @@ static void enter(T *q, T *k, const T *v, const float *cos, const float *sin, T 
     memcpy(value, v, kv_heads * dim * sizeof(T));
 }
 
-// Softmax over the tokens seen so far, of one query head: the largest score, the sum of weights, the weighted values.
+typedef float Lanes __attribute__((vector_size(4 * TILE)));
+typedef int32_t Places __attribute__((vector_size(4 * TILE)));
+
+static inline Lanes load(const float *at) {
+    Lanes out;
+    memcpy(&out, at, sizeof(out));
+    return out;
+}
+static inline Lanes load(const BFloat16 *at) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * TILE)));
+    typedef uint32_t Words __attribute__((vector_size(4 * TILE)));
+    Halves halves;
+    memcpy(&halves, at, sizeof(halves));
+    return (Lanes)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// a's lanes added up in groups of STEP and b's beside them: after four such steps 16 vectors have become their 16 sums.
+template <int STEP>
+static inline Lanes fold(Lanes a, Lanes b) {
+    Places first, second;
+    for (int lane = 0; lane < TILE; lane++) {
+        int from = lane & STEP ? TILE : 0;
+        first[lane] = from + (lane & ~STEP);
+        second[lane] = from + (lane | STEP);
+    }
+    return __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second);
+}
+
+// Lane i: the sum over the lanes of rows[i].
+static inline Lanes sums_of(Lanes *rows) {
+    for (int row = 0; row < 8; row++) rows[row] = fold<1>(rows[2 * row], rows[2 * row + 1]);
+    for (int row = 0; row < 4; row++) rows[row] = fold<2>(rows[2 * row], rows[2 * row + 1]);
+    for (int row = 0; row < 2; row++) rows[row] = fold<4>(rows[2 * row], rows[2 * row + 1]);
+    return fold<8>(rows[0], rows[1]);
+}
+
+// Products of one query with up to 16 keys, and the values by their weights. D: head dim, in whole vectors.
 template <typename T, int D>
+struct Heads {
+    static inline void score(const float *query, const T *keys, long stride, int count, long, float *scores) {
+        Lanes rows[TILE];
+#pragma GCC unroll 16
+        for (int token = 0; token < TILE; token++) {
+            const T *key = keys + (token < count ? token : count - 1) * stride;
+            Lanes sum = load(query) * load(key);
+            for (int at = TILE; at < D; at += TILE) sum += load(query + at) * load(key + at);
+            rows[token] = sum;
+        }
+        Lanes sums = sums_of(rows);
+        memcpy(scores, &sums, sizeof(sums));
+    }
+
+    static inline void gather(const T *values, long stride, int count, long, const float *weights, float shrink,
+                              float *sums) {
+        Lanes own[D / TILE];
+        for (int at = 0; at < D / TILE; at++) own[at] = load(sums + at * TILE) * shrink;
+        for (int token = 0; token < count; token++) {
+            const T *value = values + token * stride;
+            for (int at = 0; at < D / TILE; at++) own[at] += load(value + at * TILE) * weights[token];
+        }
+        memcpy(sums, own, sizeof(own));
+    }
+};
+
+template <typename T>
+struct Heads<T, 0> {  // any head dim
+    static inline void score(const float *query, const T *keys, long stride, int count, long dim, float *scores) {
+        for (int token = 0; token < count; token++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (long at = 0; at < dim; at++) sum += query[at] * wide(keys[token * stride + at]);
+            scores[token] = sum;
+        }
+    }
+
+    static inline void gather(const T *values, long stride, int count, long dim, const float *weights, float shrink,
+                              float *sums) {
+        for (long at = 0; at < dim; at++) sums[at] *= shrink;
+        for (int token = 0; token < count; token++) {
+#pragma omp simd
+            for (long at = 0; at < dim; at++) sums[at] += weights[token] * wide(values[token * stride + at]);
+        }
+    }
+};
+
+// Softmax over the tokens seen so far, of one query head: the largest score, the sum of weights, the weighted values.
 struct Running {
     float *query, *sums;
     float largest = -INFINITY, total = 0;
-    long dim;
 
-    long size() const { return D ? D : dim; }
-
-    void tile(const T *keys, const T *values, long stride, int count) {
-        float scores[TILE];
-        float best = largest;
-        for (int token = 0; token < count; token++) {
-            const T *key = keys + token * stride;
-            float score = 0;
-#pragma omp simd reduction(+ : score)
-            for (long at = 0; at < size(); at++) score += query[at] * wide(key[at]);
-            scores[token] = score;
-            best = score > best ? score : best;
-        }
-        for (int token = count; token < TILE; token++) scores[token] = -INFINITY;
+    // Scores to weights; what was summed before is to shrink by the result.
+    float update(float *scores, int count) {
+        float best = largest, sum = 0;
+        for (int token = 0; token < count; token++) best = scores[token] > best ? scores[token] : best;
         float shrink = best == largest ? 1.0f : exp_of(largest - best);
-        float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int token = 0; token < TILE; token++) {
-            scores[token] = token < count ? exp_of(scores[token] - best) : 0.0f;
+            float weight = exp_of(scores[token] - best);
+            scores[token] = token < count ? weight : 0.0f;
             sum += scores[token];
         }
         largest = best;
         total = total * shrink + sum;
-        gather(values, stride, count, scores, shrink);
-    }
-
-    void gather(const T *values, long stride, int count, const float *weights, float shrink) {
-        constexpr int WIDTH = D ? D : 1;
-        float local[WIDTH];
-        float *into = D ? local : sums;
-        for (long at = 0; at < size(); at++) into[at] = sums[at] * shrink;
-        for (int token = 0; token < count; token++) {
-            const T *value = values + token * stride;
-            float weight = weights[token];
-#pragma omp simd
-            for (long at = 0; at < size(); at++) into[at] += weight * wide(value[at]);
-        }
-        if (D) memcpy(sums, local, sizeof(local));
+        return shrink;
     }
 };
+
+// Asks memory for one head of the next tokens.
+template <typename T>
+static inline void ask(const T *next, long stride, int count, long dim) {
+    for (int token = 0; token < count; token++)
+        for (long at = 0; at < dim; at += 64 / long(sizeof(T))) __builtin_prefetch(next + token * stride + at);
+}
 
 struct Shape {
     long heads, kv_heads, dim, block_size;
@@ -130,21 +196,31 @@ static void attend(const T *q, T *out, const T *keys, const T *values, const int
     long group = shape.heads / shape.kv_heads, dim = shape.dim, num = (last - first) * group;
     float scale = 1.0f / std::sqrt(float(dim));
     float *scratch = static_cast<float *>(aligned_alloc(64, ((2 * num * dim * sizeof(float)) / 64 + 1) * 64));
-    auto *heads = static_cast<Running<T, D> *>(malloc(num * sizeof(Running<T, D>)));
+    auto *heads = static_cast<Running *>(malloc(num * sizeof(Running)));
     for (long head = 0; head < num; head++) {
-        heads[head] = Running<T, D>{scratch + 2 * head * dim, scratch + (2 * head + 1) * dim, -INFINITY, 0, dim};
+        heads[head] = Running{scratch + 2 * head * dim, scratch + (2 * head + 1) * dim};
         const T *own = q + (first * group + head) * dim;
         for (long at = 0; at < dim; at++) heads[head].query[at] = wide(own[at]) * scale, heads[head].sums[at] = 0;
     }
     long stride = shape.kv_heads * dim;
     for (long begin = 0; begin < context; begin += shape.block_size) {
-        long slot = blocks[begin / shape.block_size] * shape.block_size;
+        const int64_t *block = blocks + begin / shape.block_size;
+        long slot = *block * shape.block_size;
         long filled = context - begin < shape.block_size ? context - begin : shape.block_size;
         for (long tile = 0; tile < filled; tile += TILE) {
             int count = int(filled - tile < TILE ? filled - tile : TILE);
+            bool is_last = tile + TILE >= filled, has_more = begin + shape.block_size < context;
+            long after = is_last && has_more ? block[1] * shape.block_size : slot + tile + TILE;
             for (long head = 0; head < num; head++) {
-                long from = (slot + tile) * stride + (first + head / group) * dim;
-                heads[head].tile(keys + from, values + from, stride, count);
+                long own = (first + head / group) * dim, from = (slot + tile) * stride + own;
+                if (head % group == 0) {
+                    ask(keys + after * stride + own, stride, count, dim);
+                    ask(values + after * stride + own, stride, count, dim);
+                }
+                float scores[TILE] = {};
+                Heads<T, D>::score(heads[head].query, keys + from, stride, count, dim, scores);
+                float shrink = heads[head].update(scores, count);
+                Heads<T, D>::gather(values + from, stride, count, dim, scores, shrink, heads[head].sums);
             }
         }
     }
@@ -160,7 +236,9 @@ template <typename T>
 static void attend_of(const T *q, T *out, const T *keys, const T *values, const int64_t *blocks, long context,
                       const Shape &shape, long first, long last) {
     switch (shape.dim) {
+        case 32: return attend<T, 32>(q, out, keys, values, blocks, context, shape, first, last);
         case 64: return attend<T, 64>(q, out, keys, values, blocks, context, shape, first, last);
+        case 96: return attend<T, 96>(q, out, keys, values, blocks, context, shape, first, last);
         case 128: return attend<T, 128>(q, out, keys, values, blocks, context, shape, first, last);
         default: return attend<T, 0>(q, out, keys, values, blocks, context, shape, first, last);
     }

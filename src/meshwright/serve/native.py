@@ -1,6 +1,8 @@
-"""Kernels for what a step does between its products, compiled on this machine: the one place that chooses them.
+"""Kernels for what a step does between its products, and for products in bf16 on processors with matrix tiles, compiled
+on this machine: the one place that chooses them.
 
-`kernels.cpp` is compiled once with the machine's own compiler, for its own processor, and kept in the user's cache.
+`kernels.cpp` and `products.cpp` are compiled once with the machine's own
+compiler, for its own processor, and kept in the user's cache.
 Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and everything runs as plain PyTorch.
 The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch has loaded.
 """
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 FLAGS_OF_X86 = ("-mprefer-vector-width=512",)
@@ -29,6 +31,8 @@ COMPILE_S = 60
 """A compiler that takes longer is given up."""
 SWITCH = "MESHWRIGHT_KERNELS"
 """Environment variable: set to `plain` to serve without compiled kernels."""
+TILE, PANEL = 16, 32
+"""Rows of a tile; outputs of a panel, and inputs of a pair of tiles."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -87,6 +91,11 @@ class Kernels:
         self._attention = _by_dtype(library, "attention", attention)
         self._norm = _by_dtype(library, "norm", norm)
         self._gated = _by_dtype(library, "gated", gated)
+        self._product = library.product
+        self._product.argtypes = [pointer, pointer, pointer, pointer, pointer, c_long, c_long, c_long, c_long]
+        self._product.restype = None
+        self.has_tiles = bool(library.product_usable())
+        """Whether :meth:`product` can be used."""
 
     def attention(
         self,
@@ -130,6 +139,37 @@ class Kernels:
         )  # fmt: skip
         return out
 
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
+    ) -> torch.Tensor:
+        """x [.., in] · Wᵀ + b, [.., out], all bf16 but the bias.
+
+        Args:
+            weight: as :func:`in_tiles` lays it out.
+            bias: fp32, as long as whole panels.
+        """
+        x = x.contiguous()
+        size = x.shape[-1]
+        num_rows = x.numel() // size
+        tiles = x.new_empty(-(-num_rows // TILE) * TILE * size) if num_rows > 2 * TILE else None
+        out = x.new_empty(*x.shape[:-1], num_outputs)
+        self._product(
+            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            None if tiles is None else tiles.data_ptr(), num_rows, size, num_outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def in_tiles(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in], bf16, as `products.cpp` reads it: panels of 32 outputs, the last one filled with zeros.
+
+    `in` is a multiple of 32.
+    """
+    missing = -len(weight) % PANEL
+    if missing:
+        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
+    return weight.view(-1, 2, TILE, weight.shape[1] // PANEL, TILE, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+
 
 def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> dict[torch.dtype, ctypes._CFuncPtr]:
     found = {}
@@ -159,14 +199,23 @@ def _load() -> Kernels | None:
 def _compiled(compiler: str) -> Path:
     """The library, compiled if this processor has none yet. Ranks that compile at once do not disturb each other."""
     flags = [*FLAGS, *(FLAGS_OF_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
-    key = "\n".join([SOURCE.read_text(), compiler, *flags, platform.machine(), _processor(), torch.__version__])
+    key = "\n".join(
+        [
+            *(source.read_text() for source in SOURCES),
+            compiler,
+            *flags,
+            platform.machine(),
+            _processor(),
+            torch.__version__,
+        ]
+    )
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
     library = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
             out = Path(made) / library.name
-            command = [compiler, *flags, str(SOURCE), "-o", str(out)]
+            command = [compiler, *flags, *map(str, SOURCES), "-o", str(out)]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
             os.replace(out, library)
     return library
