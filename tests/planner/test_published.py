@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import pytest
 
 from meshwright.core.job import Job
+from meshwright.core.layouts import Expert
 from meshwright.core.plan import Plan
+from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
+from meshwright.planner.price import Pricer
 from meshwright.planner.rank import plan
 
 
@@ -115,3 +118,26 @@ def test_the_planner_finds_the_layout_that_bloom_was_trained_with(model, cluster
     published = build(row, model, cluster)
     ranked = plan(published.model, published.cluster, published.job).ranked
     assert (8, 4, 12, 1) in [(f.strategy.dp, f.strategy.tp, f.strategy.pp, f.strategy.zero) for f in ranked[:3]]
+
+
+def test_deepseek_v3_at_2048_gpus():
+    """DeepSeek-AI 2024 (V3), §3.2 and §4.2: 2,048 H800 of 80 GB, no tensor parallelism, pp 16 by DualPipe, ep 64 over 8
+    nodes, ZeRO-1, 15,360 sequences of 4,096 tokens.
+
+    Theirs keeps activations in 8 bits, and recomputes norms, up-projections and SwiGLU. Here W keeps what it needs in 16
+    bits, so that DualPipe fits the next device's memory; 1F1B with recomputation fits theirs. 18 bytes per parameter.
+    """
+    spec, job = load_model("deepseek-v3"), Job(seq_length=4096, global_batch_size=15360)
+    layout = {"dp": 128, "pp": 16, "expert": Expert(degree=64), "zero": 1, "num_micro_batches": 120,
+              "recompute": "full", "precision": "bf16"}  # fmt: skip
+    fits = {}
+    for schedule in ("dualpipe", "1f1b"):
+        for device in ("h100", "h200"):
+            machines = load_cluster(f"256x8x{device}")
+            built = Plan(model=spec, cluster=machines, job=job, strategy=Strategy(schedule=schedule, **layout))
+            assert built.strategy.world_size == 2048
+            found = Pricer(spec, machines, job).forecast(built.strategy)
+            fits[schedule, device] = found.fits
+    assert fits == {
+        ("dualpipe", "h100"): False, ("dualpipe", "h200"): True, ("1f1b", "h100"): True, ("1f1b", "h200"): True,
+    }  # fmt: skip
