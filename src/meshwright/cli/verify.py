@@ -31,7 +31,7 @@ def verify_command(
 def print_plan(file: Path) -> bool:
     """Print forecast and dry run of a plan. True where every role would send and hold what was forecast."""
     from meshwright.core.plan import Plan
-    from meshwright.rehearse.verify import rehearsed_differences
+    from meshwright.rehearse.verify import REHEARSED_TOLERANCE, rehearsed_differences
     from meshwright.report.tables import report_console
 
     plan = Plan.load(file)
@@ -43,7 +43,7 @@ def print_plan(file: Path) -> bool:
     for difference in wrong:
         console.print(f"dry run differs: {difference}", highlight=False)
     if not wrong:
-        _print_agreement(console, f"dry run of {counted(len(records), 'role')}")
+        _print_agreement(console, f"dry run of {counted(len(records), 'role')}", REHEARSED_TOLERANCE)
     console.print(f"nothing was measured: `meshwright train {file} --out RUN`, then `meshwright verify RUN`")
     return not wrong
 
@@ -52,7 +52,13 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
     """Print the comparison of a run. True where every rank sent and held what was forecast."""
     from meshwright.core.record import RankRecord
     from meshwright.planner.price import price
-    from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble, rehearsed_differences
+    from meshwright.rehearse.verify import (
+        ACTIVATION_TOLERANCE,
+        REHEARSED_TOLERANCE,
+        differences,
+        measured_bubble,
+        rehearsed_differences,
+    )
     from meshwright.report.tables import compare_step_time, compare_waits, report_console
 
     plan, records = run.plan(), RankRecord.load_all(run.measured)
@@ -72,13 +78,9 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
         console.print(line, highlight=False)
     if not wrong:
         who = f"all {len(records)} ranks" if len(records) > 1 else "the one rank"
-        _print_agreement(console, who, ACTIVATION_TOLERANCE)
+        _print_agreement(console, who, ACTIVATION_TOLERANCE, routed=plan.strategy.ep > 1)
         if rehearsed:
-            _print_agreement(console, f"dry run of {counted(len(rehearsed), 'role')}")
-        if plan.strategy.ep > 1:
-            console.print(
-                "but bytes over ep and activations, which follow where tokens went: calls alone were compared"
-            )
+            _print_agreement(console, f"dry run of {counted(len(rehearsed), 'role')}", REHEARSED_TOLERANCE)
     return not wrong
 
 
@@ -118,12 +120,9 @@ def _print_table(console: Console, rank: int, measured: list[Comparison], rehear
     console.print(comparison_table(rows, f"{what}, rank {rank} (the fullest)"))
 
 
-def _print_agreement(console: Console, who: str, tolerance: float | None = None) -> None:
-    from meshwright.rehearse.verify import REHEARSED_TOLERANCE
-
-    within = REHEARSED_TOLERANCE if tolerance is None else tolerance
-    console.print(
-        f"{who}: traffic equal to the byte; parameters, gradients, optimizer and buffers exact; "
-        f"activations within {within:.0%}",
-        highlight=False,
-    )
+def _print_agreement(console: Console, who: str, tolerance: float, *, routed: bool = False) -> None:
+    """`routed`: tokens chose what was sent over ep, and what experts kept."""
+    traffic, activations = "traffic equal to the byte", f"; activations within {tolerance:.0%}"
+    if routed:
+        traffic, activations = f"{traffic}, over ep equal in calls (its bytes follow the tokens)", ""
+    console.print(f"{who}: {traffic}; parameters, gradients, optimizer and buffers exact{activations}", highlight=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -90,11 +90,15 @@ def _as_typed(value: Any) -> str:
     )
 
 
+def known(name: str, fields: Sequence[str]) -> str:
+    """What may stand instead of `name`."""
+    near = get_close_matches(name, fields, n=1)
+    return f"{f'did you mean `{near[0]}`? ' if near else ''}fields: {', '.join(fields)}"
+
+
 def _field_value(name: str, value: Any) -> Any:
     if name not in Strategy.model_fields:
-        near = get_close_matches(name, FIELDS, n=1)
-        hint = f"did you mean `{near[0]}`? " if near else ""
-        raise InputError(f"fix `{name}`: not a field of a strategy; {hint}fields: {', '.join(FIELDS)}")
+        raise InputError(f"fix `{name}`: not a field of a strategy; {known(name, FIELDS)}")
     if name == "ranks_per_node" and value is not None:
         raise InputError(
             "fix `ranks_per_node`: a plan takes it from its cluster; name one with such nodes, for example 2x4xh100"

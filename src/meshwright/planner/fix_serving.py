@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from meshwright.core.errors import InputError
 from meshwright.core.serving import Layout, Requests, ServingPlan
 from meshwright.core.values import shortened
+from meshwright.planner.fix import known
 
 FIELDS = tuple(Layout.model_fields)
 
@@ -24,19 +24,13 @@ def parse_layout(texts: Iterable[str], option: str = "--fix") -> dict[str, Any]:
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not value:
-            raise InputError(f"{option} {text}: write FIELD=VALUE, for example {option} tp=2; {_fields()}")
+            raise InputError(f"{option} {text}: write FIELD=VALUE, for example {option} tp=2; {known(name, FIELDS)}")
         if name not in FIELDS:
-            near = get_close_matches(name, FIELDS, n=1)
-            hint = f"did you mean `{near[0]}`? " if near else ""
-            raise InputError(f"{option} {text}: not a field of a layout; {hint}{_fields()}")
+            raise InputError(f"{option} {text}: not a field of a layout; {known(name, FIELDS)}")
         if name in found:
             raise InputError(f"{option} {text}: `{name}` is already {found[name]}")
         found[name] = _value(name, value.split(",") if name == "layers_per_stage" else value, f"{option} {text}")
     return found
-
-
-def _fields() -> str:
-    return f"fields: {', '.join(FIELDS)}"
 
 
 def _value(name: str, value: object, where: str) -> Any:

@@ -19,7 +19,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.values import Value
 from meshwright.cost.latency import mean_terms
 from meshwright.cost.terms import TimeTerm
-from meshwright.planner.fix import parse_fix
+from meshwright.planner.fix import FIELDS, known, parse_fix
 from meshwright.planner.price import Forecast, Pricer
 
 JOB_FIELDS = tuple(Job.model_fields)
@@ -44,6 +44,8 @@ def parse_changes(texts: Iterable[str]) -> dict[str, Any]:
     of_strategy: list[str] = []
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
+        if value and name not in FIELDS + JOB_FIELDS:
+            raise InputError(f"--set `{name}`: not a field of a strategy or a job; {known(name, FIELDS + JOB_FIELDS)}")
         if name in JOB_FIELDS and value:
             if name in of_job:
                 raise InputError(f"--set {text}: `{name}` is already set to {of_job[name]}")
