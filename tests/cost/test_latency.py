@@ -312,6 +312,16 @@ def test_the_optimizer_moves_its_bytes_once(precision, optimizer, per_element):
     assert optimizer_s(10**9, job, sharded, cluster(1, 4)) == pytest.approx(per_element * 1e9 / 4 / 1e12)
 
 
+def test_experts_of_few_ranks_own_are_updated_by_those():
+    """4 ranks, experts over 2 of them: each expert has 2 replicas, and an update of ZeRO-1 is cut in 2, not in 4."""
+    job, machines = Job(seq_length=32, global_batch_size=16), cluster(1, 4)
+    strategy = Strategy.model_validate({"dp": 4, "expert": {"degree": 2}})
+    whole_s = optimizer_s(10**9, job, strategy, machines, num_spread=6 * 10**8)
+    assert whole_s == pytest.approx(28e9 / 1e12), "without ZeRO each rank updates all that it has"
+    sharded = strategy.model_copy(update={"zero": 1})
+    assert optimizer_s(10**9, job, sharded, machines, 6 * 10**8) == pytest.approx(whole_s * (0.4 / 4 + 0.6 / 2))
+
+
 def test_zero_gathers_in_the_open_what_it_does_not_reduce():
     """ZeRO-1 reduces half as much behind backward and gathers the rest after the optimizer."""
     plain = costs_of(Strategy(dp=4, num_micro_batches=4), cluster(1, 4)).stages[0]

@@ -164,8 +164,9 @@ def test_a_plan_for_gpus_is_rehearsed_without_one() -> None:
         (gpt2(vocab_size=97), {"tp": 2, "pp": 2, "dp": 2}, 4),  # the last tensor rank has fewer rows of the vocabulary
         (gpt2(vocab_size=96), {"tp": 2, "pp": 2, "dp": 2}, 2),
         (llama(), {"dp": 2, "context": {"degree": 4, "kind": "ring"}}, 1),
+        (mixture(), {"dp": 4, "pp": 2, "zero": 1, "expert": {"degree": 2}}, 2),
     ],
-    ids=["uneven vocabulary", "even", "ring"],
+    ids=["uneven vocabulary", "even", "ring", "experts over ranks"],
 )
 def test_every_rank_is_like_its_role(model: Any, strategy: dict[str, Any], num_roles: int) -> None:
     """Rehearse all ranks, one by one: as many of each kind are found as the roles say."""

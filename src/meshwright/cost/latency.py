@@ -186,12 +186,14 @@ def joined_costs(
     num_parameters: int,
     moved: OffloadForecast | None,
     stack: Stack,
+    num_spread: int = 0,
 ) -> StageCosts:
     """A stage from its parts: :func:`stage_costs` for who has what it computes, and what is sent, already."""
     phases = sent.seconds
     m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
     moves = _moves(model, job, strategy, cluster, stage, compute, phases, moved, stack)
-    update_s = strategy.num_updates * stack.optimizer_passes * optimizer_s(num_parameters, job, strategy, cluster)
+    update_s = strategy.num_updates * stack.optimizer_passes
+    update_s *= optimizer_s(num_parameters, job, strategy, cluster, num_spread)
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
     if moved:
         update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
@@ -339,16 +341,18 @@ def seconds_by_phase(
     return total
 
 
-def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: ClusterSpec) -> float:
+def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: ClusterSpec, num_spread: int = 0) -> float:
     """Bytes that one update moves, over the memory bandwidth: gradient read, moments and master read and written,
-    parameter written (and read where it is its own master). ZeRO updates this rank's shard."""
+    parameter written (and read where it is its own master). ZeRO updates this rank's shard: of the `num_spread` that are
+    of experts of a few ranks' own, one among those ranks."""
     recipe = strategy.recipe
     moments = NUM_MOMENTS[job.optimizer]
     master = 2 * recipe.master_bytes if recipe.master else recipe.parameter_bytes
     per_element = recipe.sent_gradient_bytes + 2 * moments * recipe.moment_bytes + master + recipe.parameter_bytes
-    share = sharding(strategy).num_shards
+    num_own = (num_parameters - num_spread) / sharding(strategy).num_shards
+    num_own += num_spread / sharding(strategy, True).num_shards if num_spread else 0
     reached = cluster.device.profile.memory_efficiency if cluster.device.profile else 1.0
-    return num_parameters * per_element / share / (reached * cluster.device.memory_bandwidth_bytes_per_s)
+    return num_own * per_element / (reached * cluster.device.memory_bandwidth_bytes_per_s)
 
 
 def boundaries_s(

@@ -51,6 +51,8 @@ class Held:
 
     buckets: tuple[Bucket, ...]
     num_parameters: int
+    num_spread: int
+    """Of them, of experts that only some data-parallel ranks hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ class Parts:
                 ("placed", place, rank), lambda: placements(self.model, s, first_of(rank))
             )
             buckets = held_buckets(placed, alone)
-            return Held(buckets, sum(bucket.slots[-1].stop for bucket in buckets))
+            sizes = [(bucket.slots[-1].stop, bucket.is_spread) for bucket in buckets]
+            return Held(buckets, sum(n for n, _ in sizes), sum(n for n, is_spread in sizes if is_spread))
 
         def find() -> Held:
             whole = self._once(("unpadded", place, rank, cut), unpadded)
@@ -207,7 +210,7 @@ class Parts:
                 costs.append(
                     joined_costs(
                         self.model, self.job, s, self.cluster, stage, compute, sent, held.num_parameters, moved,
-                        self.stack,
+                        self.stack, held.num_spread,
                     )
                 )  # fmt: skip
             return tuple(costs)
