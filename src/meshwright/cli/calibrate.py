@@ -11,14 +11,21 @@ import typer
 
 from meshwright.cli.drawing import check_outputs, write
 from meshwright.core.errors import InputError
-from meshwright.core.sources import load_cluster
+from meshwright.core.sources import cores_of_rank, load_cluster
 from meshwright.core.units import format_bytes
 from meshwright.run.environment import detect
 from meshwright.run.launch import enter_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshwright.core.cluster import ClusterSpec
     from meshwright.rehearse.measure import Measured
+    from meshwright.rehearse.step_fit import TimedStep
+
+
+STEP_TURNS = 7
+"""Measured steps of each small model on CPU ranks."""
 
 
 def calibrate_command(
@@ -48,25 +55,32 @@ def _calibrate(spec: ClusterSpec, out: Path, seconds: float) -> None:
     from meshwright.core.axes import DP, PP
     from meshwright.rehearse.calibrate import calibrated
     from meshwright.rehearse.measure import measure
+    from meshwright.rehearse.step_fit import with_steps
+    from meshwright.run.steps import calibration_plans, time_steps
 
     start("cpu" if spec.backend == "gloo" else "cuda")
     by_node = Mesh.create({DP: spec.num_devices}, dp_local=spec.devices_per_node)
     in_line = Mesh.create({PP: spec.num_devices})
     with Console(stderr=True, quiet=by_node.rank > 0).status("measuring") as status:
         measured = measure(by_node, in_line, seconds, lambda what: status.update(f"measuring {what}"))
-    world = detect(os.environ)
+        world = detect(os.environ)
+        source = f"measured by meshwright calibrate, {world.world_size if world else 1} ranks"
+        found = calibrated(spec, measured, source, cores_of_rank(spec))
+        steps: Sequence[TimedStep] = ()
+        if spec.backend == "gloo":
+            plans = calibration_plans(found)
+            steps = time_steps(plans, STEP_TURNS, lambda what: status.update(f"measuring {what}"))
+            found = with_steps(found, steps)
     if by_node.rank == 0:
-        found = calibrated(
-            spec, measured, f"measured by meshwright calibrate, {world.world_size if world else 1} ranks"
-        )
         write(out, found.to_toml())
-        _print(found, measured, out)
+        _print(found, measured, steps, out)
 
 
-def _print(found: ClusterSpec, measured: Measured, out: Path) -> None:
+def _print(found: ClusterSpec, measured: Measured, steps: Sequence[TimedStep], out: Path) -> None:
     from rich.table import Table
 
     from meshwright.rehearse.calibrate import fit_error
+    from meshwright.rehearse.step_fit import step_errors
     from meshwright.report.tables import report_console
 
     console, table = report_console(), Table("figure", "measured", title=f"{found.name}, as its ranks found it")
@@ -84,6 +98,13 @@ def _print(found: ClusterSpec, measured: Measured, out: Path) -> None:
             )
             table.add_row("  of which collectives reach", f"{link.collective_share:.0%}")
     table.add_row("compute beside traffic", f"{profile.overlap_slowdown:.2f} × its time alone")
+    if steps:
+        host = profile.host
+        times = (host.layer_s, host.micro_batch_s, host.step_s)
+        table.add_row("Python of a layer, micro-batch, step", ", ".join(f"{1e3 * t:.2f} ms" for t in times))
+        table.add_row("passes of an update, of streams", f"{profile.optimizer_passes:.1f}, {profile.stream_passes:.1f}")
+        errors = ", ".join(f"{100 * error:+.0f}%" for error in step_errors(found, steps))
+        table.add_row("training steps: forecast is off by", errors)
     for primitive, error in fit_error(found, measured).items():
         table.add_row(f"{primitive}: forecast is off by", f"{error:.0%} (median over sizes)")
     console.print(table)

@@ -27,6 +27,9 @@ class Device(Value):
     """Keyed by dtype: fp64, fp32, bf16, fp16, fp8."""
     source: str = ""
     """Where the figures come from."""
+    cores: float | None = Field(default=None, gt=0)
+    """Processor cores of a CPU rank; None: enough. Ranks with less than one take turns, and its figures are what a rank
+    reaches while all of them work: while others wait, it is faster."""
     profile: Profile | None = None
     """What its kernels reach of them, measured; None where nobody has."""
 

@@ -16,6 +16,17 @@ from pydantic import Field
 from meshwright.core.values import Value
 
 
+class Host(Value):
+    """Seconds that a rank's own Python takes beside kernels, where it computes on the host itself: they add up."""
+
+    layer_s: float = Field(default=0.0, ge=0)
+    """Of a layer and micro-batch, forward and backward; forward takes a third."""
+    micro_batch_s: float = Field(default=0.0, ge=0)
+    """Of a micro-batch on a stage, likewise."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Of a step."""
+
+
 class Profile(Value):
     """Shares of a device's peaks that kernels reach in a training step."""
 
@@ -33,6 +44,9 @@ class Profile(Value):
     """Keys per query at which it reaches half of that."""
     overlap_slowdown: float = Field(default=1.0, ge=1)
     """Of compute while a collective runs beside it."""
+    optimizer_passes: float = Field(default=1.0, gt=0)
+    """Bytes that an update moves, over those that a fused one must."""
+    host: Host = Host()
     source: str = ""
 
 

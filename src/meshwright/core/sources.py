@@ -262,6 +262,13 @@ def _num_ranks(text: str, ranks: str | None, cores: int) -> int:
     return int(ranks)
 
 
+def cores_of_rank(cluster: ClusterSpec) -> float | None:
+    """Of this machine's cores, for each CPU rank of the cluster; None where each has one or more."""
+    if cluster.backend != "gloo" or cluster.devices_per_node <= num_cores():
+        return None
+    return num_cores() / cluster.devices_per_node
+
+
 def cluster_warning(cluster: ClusterSpec) -> str | None:
     """:func:`core_warning` of a CPU cluster; None for other clusters, whose ranks are not this machine's."""
     return core_warning(cluster.devices_per_node, num_cores()) if cluster.backend == "gloo" else None

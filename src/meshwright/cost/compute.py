@@ -139,13 +139,16 @@ def _by_kernels(
         TimeTerm("recomputation", again_s + seen.recompute),
     )
     launches_s = stack.layer_backward_s + repeats * stack.layer_forward_s
+    host = speed.profile.host
+    own_s = (len(layers) * host.layer_s + host.micro_batch_s) / 3
+    again_host_s = 2 * own_s + repeats * len(layers) * host.layer_s / 3
     return Compute(
-        forward=(*forward, _launches(forward, len(layers) * stack.layer_forward_s)),
-        backward=(*backward, _launches(backward, len(layers) * launches_s)),
+        forward=(*forward, _launches(forward, len(layers) * stack.layer_forward_s, own_s)),
+        backward=(*backward, _launches(backward, len(layers) * launches_s, again_host_s)),
         weight_gradients_s=(all_of.products + products_of_head).backward / 2,
     )
 
 
-def _launches(terms: tuple[TimeTerm, ...], host_s: float) -> TimeTerm:
-    """What the host takes longer to launch kernels than they take to run."""
-    return TimeTerm("launches", max(0.0, host_s - total_s(terms)))
+def _launches(terms: tuple[TimeTerm, ...], floor_s: float, own_s: float) -> TimeTerm:
+    """What the host takes longer to launch kernels than they take to run, and what it takes beside them."""
+    return TimeTerm("launches", max(0.0, floor_s - total_s(terms)) + own_s)

@@ -93,6 +93,8 @@ class StepCosts:
     """Nothing where the two stages stand on one rank."""
     stage_ranks: tuple[int, ...] = ()
     """Pipeline rank of each stage; empty where each has one."""
+    turns: float = 1.0
+    """Of its seconds, that a rank takes while all others wait: less than 1 where ranks share cores."""
 
     @cached_property
     def by_rank(self) -> tuple[tuple[StageCosts, ...], ...]:
@@ -194,6 +196,7 @@ def joined_costs(
     moves = _moves(model, job, strategy, cluster, stage, compute, phases, moved, stack)
     update_s = strategy.num_updates * stack.optimizer_passes
     update_s *= optimizer_s(num_parameters, job, strategy, cluster, num_spread)
+    step_s = stack.step_s + (cluster.device.profile.host.step_s if cluster.device.profile else 0.0)
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
     if moved:
         update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
@@ -208,7 +211,7 @@ def joined_costs(
         num_reductions=sent.num_reductions,
         num_reducing=m * per_rank if strategy.reduces_each else strategy.num_updates,
         after=_after(phases, total_s(forward), stack),
-        optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s + stack.step_s),),
+        optimizer=(TimeTerm("optimizer", max(0.0, update_s - beside_s) + tiers.handover_s + step_s),),
         weight_gradients_s=compute.weight_gradients_s,
         network_busy_s=moves.gathered_s if strategy.reduces_each else 0.0,
         hides_reduction=stack.overlaps_gradients,
@@ -343,15 +346,16 @@ def seconds_by_phase(
 
 def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: ClusterSpec, num_spread: int = 0) -> float:
     """Bytes that one update moves, over the memory bandwidth: gradient read, moments and master read and written,
-    parameter written (and read where it is its own master). ZeRO updates this rank's shard: of the `num_spread` that are
-    of experts of a few ranks' own, one among those ranks."""
+    parameter written (and read where it is its own master). ZeRO updates this rank's shard: of the `num_spread` of
+    experts of a few ranks' own, one among those ranks."""
     recipe = strategy.recipe
     moments = NUM_MOMENTS[job.optimizer]
     master = 2 * recipe.master_bytes if recipe.master else recipe.parameter_bytes
     per_element = recipe.sent_gradient_bytes + 2 * moments * recipe.moment_bytes + master + recipe.parameter_bytes
     num_own = (num_parameters - num_spread) / sharding(strategy).num_shards
     num_own += num_spread / sharding(strategy, True).num_shards if num_spread else 0
-    reached = cluster.device.profile.memory_efficiency if cluster.device.profile else 1.0
+    profile = cluster.device.profile
+    reached = profile.memory_efficiency / profile.optimizer_passes if profile else 1.0
     return num_own * per_element / (reached * cluster.device.memory_bandwidth_bytes_per_s)
 
 
@@ -456,6 +460,7 @@ def _way_in(stage: int, strategy: Strategy) -> range:
 
 def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> StepTime:
     """Put the terms of all stages together; `ends_s` is when each pipeline rank ends its last backward."""
+    ends_s = _in_turns(costs, strategy, ends_s)
     makespan_s = max(ends_s)
     reduced_s = max(end_s + of[0].exposed_reduction_s for of, end_s in zip(costs.by_rank, ends_s, strict=True))
     busy_s = strategy.micro_batches_per_stage * sum(stage.forward_s + stage.backward_s for stage in costs.stages)
@@ -465,6 +470,15 @@ def step_time(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> 
         optimizer_s=max(total_s(stage.optimizer) for stage in costs.stages),
         bubble_fraction=max(0.0, 1 - busy_s / (strategy.pp * makespan_s)),
     )
+
+
+def _in_turns(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> Sequence[float]:
+    """Where ranks share cores, one works faster while another waits: no sooner than all work is done, and no sooner
+    than the pipeline takes with cores for each."""
+    if costs.turns >= 1:
+        return ends_s
+    work_s = strategy.micro_batches_per_stage * sum(stage.forward_s + stage.backward_s for stage in costs.stages)
+    return [max(costs.turns * end_s, min(end_s, work_s / strategy.pp)) for end_s in ends_s]
 
 
 def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:

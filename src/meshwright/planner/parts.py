@@ -192,7 +192,9 @@ class Parts:
             priced = {rank: self.rank_costs(s, rank) for rank in dict.fromkeys(kinds)}
             costs = [iter(priced[kind]) for kind in kinds]
             crossed_s = boundaries_s(self.model, self.job, s, self.cluster, self.stack)
-            return StepCosts(tuple(next(costs[rank]) for rank in ranks), crossed_s, ranks)
+            return StepCosts(
+                tuple(next(costs[rank]) for rank in ranks), crossed_s, ranks, min(1.0, self.cluster.device.cores or 1.0)
+            )
 
         keys = self.keys(s)
         return self._once(("costs", keys.once, keys.batch, keys.moved), find)

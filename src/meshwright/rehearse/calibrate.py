@@ -26,10 +26,11 @@ MIN_LATENCY_S = 1e-7
 """A fit may find less than nothing."""
 
 
-def calibrated(cluster: ClusterSpec, measured: Measured, source: str) -> ClusterSpec:
+def calibrated(cluster: ClusterSpec, measured: Measured, source: str, cores: float | None = None) -> ClusterSpec:
     """`cluster` with measured figures in place of its own; a link that no call crossed keeps them.
 
     Args:
+        cores: of each rank, where ranks have less than one.
         cluster: number of nodes and devices, memory, backend.
         measured: by its ranks.
         source: what stands in the file for where the figures come from.
@@ -49,6 +50,7 @@ def calibrated(cluster: ClusterSpec, measured: Measured, source: str) -> Cluster
             "peak_flops_per_s": peaks,
             "memory_bandwidth_bytes_per_s": measured.stream_bytes_per_s,
             "profile": profile,
+            "cores": cores,
             "source": source,
         }
     )
