@@ -42,6 +42,18 @@ def test_policies_equal_one_process(ranks: Ranks) -> None:
     assert_parity(ranks, plans)
 
 
+def test_grids_run_attention_again(ranks: Ranks) -> None:
+    """Also where backward is split, on a square and on a cube."""
+    heads = llama(num_layers=2, num_kv_heads=4)
+    split = {"schedule": "zb-h1", "num_micro_batches": 2}
+    plans = [
+        make_plan(heads, tp=4, pp=2, tensor={"kind": "2d"}, micro_batch_size=2, recompute="selective", **split),
+        make_plan(GPT2, tp=8, tensor={"kind": "3d"}, micro_batch_size=4, recompute="selective", recompute_layers=2),
+        make_plan(heads, tp=8, tensor={"kind": "3d"}, micro_batch_size=4, recompute="selective", **split),
+    ]
+    assert_parity(ranks, plans)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_those_without_to_the_bit(policy: str) -> None:
     """With dropout too."""

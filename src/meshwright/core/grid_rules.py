@@ -70,7 +70,6 @@ def company_fault(strategy: Strategy) -> str | None:
         (f"sequence={strategy.sequence}", strategy.sequence != "none"),
         (f"context.degree={strategy.cp}", strategy.cp > 1),
         (f"tile={strategy.tile}", strategy.tile > 1),
-        (f"recompute={strategy.recompute}", strategy.recompute == "selective"),
     ):
         if is_set:
             return f"{name} with tensor.kind={kind}"

@@ -333,7 +333,7 @@ RULES = (
     ),
     Rule(
         "tensor-alone",
-        "a grid stands without sequence=megatron, context.degree > 1, tiles and recompute=selective",
+        "a grid stands without sequence=megatron, context.degree > 1 and tiles",
         "it cuts the sequences of a micro-batch and both dims of a weight itself, and its layers are its own",
         lambda c: company_fault(c.strategy),
     ),

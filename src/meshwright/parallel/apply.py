@@ -90,14 +90,15 @@ class ParallelModel:
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
-        context.apply(model, strategy.context, mesh[CP])
+        part = _part(strategy, mesh)
+        context.apply(model, strategy.context, mesh[CP], part.inner)
         self.routers = _routers(model, spec, strategy, mesh)
         """Of a mixture of experts."""
         if strategy.tensor.kind == "1d":
             tensor.apply(model, spec, mesh[TP], strategy.sequence)
         else:
             grids.apply(model, spec, strategy.grid, mesh)
-        self.masks = Masks(job.dropout, 0, _part(strategy, mesh), job.attention_dropout)
+        self.masks = Masks(job.dropout, 0, part, job.attention_dropout)
         dropout.apply(model, self.masks)
         context.drop(model, self.masks)
         self.exchanges = experts.spread(model.layers, spec, mesh[EP]) if strategy.ep > 1 else {}
@@ -133,7 +134,7 @@ class ParallelModel:
         if strategy.pipeline_schedule.is_asynchronous:
             self.endless = EndlessPipeline(self.runner, self.states, self.reducer, strategy, mesh[PP].index)
         self._model = model
-        self._cutter = Cutter(mesh[CP], strategy.context.balance, strategy.tensor.kind)
+        self._cutter = Cutter(mesh[CP], strategy.context.balance)
         self._num_sequences = 0
         """Of this step, over all ranks, that were trained on."""
         self.runner.on_micro_batch = self.masks.enter

@@ -28,6 +28,7 @@ from meshwright.core.axes import PP
 from meshwright.core.batch import Places
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
+from meshwright.parallel.grids.apply import GridLinear
 from meshwright.parallel.tensor import RowParallelLinear
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -135,10 +136,12 @@ class SelectiveAttend(nn.Module):
         self.ledger = ledger
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, o: RowParallelLinear
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, o: RowParallelLinear | GridLinear
     ) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return o(_joined(core(q, k, v)))
+        if isinstance(o, GridLinear):
+            return o.after(q, k, v, core, lambda: self.ledger.phase("recompute"))
         return o.collect(_CoreThenRows.apply(q, k, v, o.weight, core, o, self.ledger))
 
 

@@ -11,6 +11,8 @@ the whole sequence, because the model is told where its tokens stand (`core.batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ from meshwright.parallel.context import local, ring, ring_self_attention, ulysse
 from meshwright.parallel.context.local import Table
 from meshwright.parallel.dropout import Masks, ScoreDropout
 
+Own = Callable[[torch.Tensor], torch.Tensor]
 RINGS = {"ring": ring.attention, "ring-self-attention": ring_self_attention.attention}
 
 
@@ -28,18 +31,21 @@ class WholeCore(nn.Module):
     """Attention of whole sequences: the plain one, and piece by piece where documents share a sequence, or where
     probabilities are dropped.
 
+    Args:
+        own: of the documents of a micro-batch's sequences [b, s], those of the ones that attention has here.
+
     Attributes:
         dropout: of its probabilities; :func:`drop` sets it.
     """
 
-    def __init__(self, plain: nn.Module) -> None:
+    def __init__(self, plain: nn.Module, own: Own) -> None:
         super().__init__()
-        self.plain = plain
+        self.plain, self.own = plain, own
         self.dropout: ScoreDropout | None = None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: Places | None = None) -> torch.Tensor:
         dropped = self.dropout.now(q) if self.dropout is not None else None
-        documents = None if places is None else places.documents
+        documents = None if places is None or places.documents is None else self.own(places.documents)
         if (documents is None and dropped is None) or q.device.type == "meta":
             return self.plain(q, k, v)
         return local.attention(q, k, v, documents, dropped)
@@ -62,10 +68,10 @@ class ContextCore(nn.Module):
         return RINGS[self.context.kind](q, k, v, self.axis, table, dropped)
 
 
-def apply(model: nn.Module, context: Context, axis: Axis) -> None:
-    """Replace every layer's attention core, in place."""
+def apply(model: nn.Module, context: Context, axis: Axis, own: Own) -> None:
+    """Replace every layer's attention core, in place; `own` as of :class:`WholeCore`."""
     for layer in model.layers.values():
-        whole = WholeCore(layer.attention.core)
+        whole = WholeCore(layer.attention.core, own)
         layer.attention.core = whole if axis.size == 1 else ContextCore(whole, context, axis)
 
 

@@ -13,8 +13,7 @@ import torch
 
 from meshwright.comm.mesh import Axis
 from meshwright.core.batch import MicroBatch, Places, documents_of
-from meshwright.core.errors import UnsupportedError
-from meshwright.core.layouts import Balance, TensorKind
+from meshwright.core.layouts import Balance
 from meshwright.core.tokens import positions
 
 
@@ -51,8 +50,8 @@ class Share:
 class Cutter:
     """Cuts micro-batches for the rank at its position on the cp axis."""
 
-    def __init__(self, axis: Axis, balance: Balance, kind: TensorKind = "1d") -> None:
-        self._axis, self._balance, self._kind = axis, balance, kind
+    def __init__(self, axis: Axis, balance: Balance) -> None:
+        self._axis, self._balance = axis, balance
         self._tables: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def cut(self, micro_batches: Sequence[MicroBatch]) -> list[Share]:
@@ -62,11 +61,6 @@ class Cutter:
     def _share(self, micro_batch: MicroBatch) -> Share:
         tokens, labels = micro_batch
         documents, length = documents_of(micro_batch), tokens.shape[1]
-        if documents is not None and self._kind != "1d":
-            raise UnsupportedError(
-                f"documents that share a sequence with tensor.kind={self._kind}, whose ranks are not told where they "
-                "end; use tensor.kind=1d, or one document per sequence"
-            )
         if self._axis.size == 1:
             return Share(tokens, labels, None if documents is None else Places(length, None, documents))
         table = self._table(length, tokens.device)

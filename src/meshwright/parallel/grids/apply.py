@@ -15,7 +15,10 @@ Sources: Xu et al. 2021 (2D), Wang et al. 2021 (2.5D), Bian et al. 2021 (3D).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
@@ -26,7 +29,7 @@ from meshwright.core.placement import even_split
 from meshwright.parallel.grids.cube import CubeLinear
 from meshwright.parallel.grids.embedding import CubeEmbedding, SquareEmbedding
 from meshwright.parallel.grids.norm import GridNorm
-from meshwright.parallel.grids.product import Algorithm, Leave, multiply
+from meshwright.parallel.grids.product import Again, Algorithm, Core, Leave, multiply, multiply_core
 from meshwright.parallel.grids.summa import SummaHead, SummaLinear
 
 
@@ -45,8 +48,26 @@ class GridLinear(nn.Module):
         self.leave: Leave | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = multiply(x, self.weight, self.algorithm, self.leave)
+        return self._with_bias(multiply(x, self.weight, self.algorithm, self.leave))
+
+    def after(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, again: Again) -> torch.Tensor:
+        """Of what a core makes of q, k and v, which are kept in its place (`grids.product.multiply_core`)."""
+        return self._with_bias(multiply_core(q, k, v, self.weight, core, self.algorithm, self.leave, again))
+
+    def _with_bias(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.bias is None else y + self.bias
+
+
+class GridPositions(nn.Module):
+    """Learned positions of this rank's sequences. Numbers [n], or with documents [b, n] of all → [.., n, h']."""
+
+    def __init__(self, plain: nn.Embedding, own: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.own = own
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return F.embedding(self.own(numbers) if numbers.dim() == 2 else numbers, self.weight)
 
 
 def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh) -> None:
@@ -55,7 +76,12 @@ def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh) -> None:
     axes = {name: mesh[name] for name, _ in grid.axes}
     for path, module in list(model.named_modules()):
         name = "embedding.weight" if path == "head" and spec.tied_embeddings else f"{path}.weight"
-        if name in weights and (replacement := _replacement(module, weights[name], spec, grid, axes)) is not None:
+        if name not in weights:
+            continue
+        replacement = _replacement(module, weights[name], spec, grid, axes)
+        if weights[name].dims[0] == "position":
+            replacement = GridPositions(module, lambda x: own_sequences(x, mesh, grid.batch_axes))
+        if replacement is not None:
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, replacement)
 

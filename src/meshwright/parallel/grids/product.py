@@ -7,6 +7,7 @@ whole matrices come out. Backward keeps the rank's own blocks alone, and moves t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 Leave = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(gradient of the output, the same prepared, input): computes the weight's gradient now or later, and keeps it."""
+
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Again = Callable[[], AbstractContextManager[None]]
 
 
 class Algorithm(Protocol):
@@ -75,3 +79,67 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm, leave:
     """
     rows: torch.Tensor = _Product.apply(x, weight, algorithm, leave)
     return rows.view(-1, x.shape[1], rows.shape[-1])
+
+
+class _CoreThenProduct(torch.autograd.Function):
+    """The product of what attention's core makes of q, k and v, which alone are kept: backward makes it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weight: torch.Tensor,
+        core: Core,
+        algorithm: Algorithm,
+        leave: Leave | None,
+        again: Again,
+    ) -> torch.Tensor:
+        ctx.of, ctx.again = (core, algorithm, leave), again
+        ctx.save_for_backward(q, k, v, weight)
+        with torch.no_grad():
+            return algorithm.multiply(_rows(core(q, k, v)), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        core, algorithm, leave = ctx.of
+        *qkv, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        q, k, v = (x.detach().requires_grad_(needed) for x, needed in zip(qkv, needs[:3], strict=True))
+        with torch.enable_grad(), ctx.again():
+            inputs = _rows(core(q, k, v))
+        grad = grad.contiguous()
+        prepared, rows, grad_weight = algorithm.prepare(grad), inputs.detach(), None
+        if any(needs[:3]):
+            inputs.backward(algorithm.input_gradient(prepared, weight))
+        if needs[3] and leave is not None:
+            leave(grad, prepared, rows)
+        elif needs[3]:
+            grad_weight = algorithm.weight_gradient(prepared, rows)
+        return q.grad, k.grad, v.grad, grad_weight, None, None, None, None
+
+
+def _rows(out: torch.Tensor) -> torch.Tensor:
+    """[b', heads, s, d] → [b'·s, heads·d]."""
+    return out.transpose(1, 2).flatten(2).flatten(0, 1).contiguous()
+
+
+def multiply_core(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    core: Core,
+    algorithm: Algorithm,
+    leave: Leave | None,
+    again: Again,
+) -> torch.Tensor:
+    """:func:`multiply` of `core(q, k, v)` [b', heads, s, d], of which only q, k and v are kept.
+
+    Args:
+        again: a context around the core when it is run again.
+    """
+    rows: torch.Tensor = _CoreThenProduct.apply(q, k, v, weight, core, algorithm, leave, again)
+    return rows.view(-1, q.shape[2], rows.shape[-1])
