@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.core.errors import CheckpointError, InputError, UnsupportedError
+from meshwright.core.errors import CheckpointError, InputError, MeshwrightWarning, UnsupportedError
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.placement import Box, param_box
 from meshwright.core.strategy import Strategy
@@ -150,6 +150,20 @@ def test_names_without_prefix_and_constant_tables(tmp_path, name):
     load(again, tmp_path / "out")
     tokens = random_tokens(spec, 1, 8)
     assert torch.equal(model(tokens), again(tokens))
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_it_is_said(tmp_path):
+    spec = SPECS["deepseek-v3"]
+    model = exported(tmp_path / "out", spec)
+    edit(tmp_path / "out/model.safetensors", lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}))
+    again = build(spec, "cpu")
+    with pytest.warns(MeshwrightWarning, match="1 tensors of layers from 2 on are left out") as said:
+        load(again, tmp_path / "out")
+    assert len(said) == 1
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(named(model), named(again), strict=True))
+    edit(tmp_path / "out/model.safetensors", lambda t: t.update({"model.layers.1.eh_proj.weight": torch.ones(2, 2)}))
+    with pytest.warns(MeshwrightWarning), pytest.raises(CheckpointError, match=r"no place .* `model.layers.1.eh_proj"):
+        load(again, tmp_path / "out")
 
 
 def test_a_tied_embedding_may_stand_under_the_heads_name(tmp_path):

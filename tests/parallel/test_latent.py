@@ -27,6 +27,7 @@ MODELS: dict[str, ModelSpec] = {
 LAYOUTS = [
     ("dense", {}),
     ("v2", {"recompute": "selective", "num_micro_batches": 2}),
+    ("v2", {"offload": {"activations": "cpu"}, "num_micro_batches": 2}),
     ("dense", {"tp": 2, "num_micro_batches": 2}),
     ("plain queries", {"tp": 2, "sequence": "megatron"}),
     ("dense", {"tp": 2, "sequence": "megatron", "recompute": "selective", "zero": 1}),

@@ -121,6 +121,17 @@ def test_megatron_reads_its_flags() -> None:
     assert (read.recompute_granularity, read.recompute_method, read.recompute_num_layers) == ("full", "uniform", 1)
 
 
+def test_megatron_reads_latent_attention() -> None:
+    plan = unchecked().model_copy(update={"model": load_model("deepseek-v3")})
+    found = emitted("megatron", plan)
+    words = words_of(found.files["megatron.sh"])
+    read = parse(MEGATRON, words[words.index("pretrain_gpt.py") + 1 :])
+    assert read.multi_latent_attention
+    assert (read.q_lora_rank, read.kv_lora_rank, read.qk_head_dim) == (1536, 512, 128)
+    assert (read.qk_pos_emb_head_dim, read.v_head_dim, read.rotary_scaling_factor, read.mscale) == (64, 128, 40, 1)
+    assert not any("rotary" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(("zero", "sharding"), [(2, "optim_grads"), (3, "optim_grads_params")])
 def test_megatron_shards_by_its_own_fsdp(zero: int, sharding: str) -> None:
     plan = unchecked(zero=zero, pp=1, dp=4, shard_over="node")

@@ -121,11 +121,11 @@ def test_the_planner_finds_the_layout_that_bloom_was_trained_with(model, cluster
 
 
 def test_deepseek_v3_at_2048_gpus():
-    """DeepSeek-AI 2024 (V3), §3.2 and §4.2: 2,048 H800 of 80 GB, no tensor parallelism, pp 16 by DualPipe, ep 64 over 8
-    nodes, ZeRO-1, 15,360 sequences of 4,096 tokens.
+    """DeepSeek-AI 2024 (V3), §3.2 and §4.2: 2,048 H800 of 80 GB, no tensor parallelism, pp 16 by DualPipe, ep 64 over
+    8 nodes, ZeRO-1, 15,360 sequences of 4,096 tokens.
 
-    Theirs keeps activations in 8 bits, and recomputes norms, up-projections and SwiGLU. Here W keeps what it needs in 16
-    bits, so that DualPipe fits the next device's memory; 1F1B with recomputation fits theirs. 18 bytes per parameter.
+    Theirs keeps activations in 8 bits, and recomputes norms, up-projections and SwiGLU. Here W keeps what it needs in
+    16 bits, so that DualPipe fits the next device's memory; 1F1B with recomputation fits theirs. 18 bytes a parameter.
     """
     spec, job = load_model("deepseek-v3"), Job(seq_length=4096, global_batch_size=15360)
     layout = {"dp": 128, "pp": 16, "expert": Expert(degree=64), "zero": 1, "num_micro_batches": 120,

@@ -30,9 +30,15 @@ MEGATRON: Table = {
             "--max-position-embeddings",
             "--rotary-base",
             "--vocab-size",
+            "--q-lora-rank",
+            "--kv-lora-rank",
+            "--qk-head-dim",
+            "--qk-pos-emb-head-dim",
+            "--v-head-dim",
         ),
         int,
     ),
+    **dict.fromkeys(("--rotary-scaling-factor", "--mscale", "--mscale-all-dim"), float),
     **dict.fromkeys(("--norm-epsilon", "--attention-dropout", "--hidden-dropout"), float),
     **dict.fromkeys(
         (
@@ -69,6 +75,7 @@ MEGATRON: Table = {
             "--disable-bias-linear",
             "--add-qkv-bias",
             "--qk-layernorm",
+            "--multi-latent-attention",
         ),
         None,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.core.latent import YarnScaling
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
@@ -145,14 +146,37 @@ def _model(model: ModelSpec) -> Flags:
         "--add-qkv-bias": model.qkv_bias and not model.mlp_bias,
         "--qk-layernorm": model.qk_norm,
     }
-    return flags | {flag: None for flag, is_chosen in chosen.items() if is_chosen}
+    return flags | {flag: None for flag, is_chosen in chosen.items() if is_chosen} | _latent(model)
+
+
+def _latent(model: ModelSpec) -> Flags:
+    """Multi-head latent attention, by the sizes of its heads."""
+    latent, scaling = model.latent, model.rope_scaling
+    if latent is None:
+        return {}
+    ranks: Flags = {"--q-lora-rank": latent.q_lora_rank} if latent.q_lora_rank else {}
+    factors: Flags = {}
+    if isinstance(scaling, YarnScaling):
+        factors = {"--rotary-scaling-factor": f"{scaling.factor:g}"}
+        factors |= {"--mscale": f"{scaling.mscale:g}"} if scaling.mscale else {}
+        factors |= {"--mscale-all-dim": f"{scaling.mscale_all_dim:g}"} if scaling.mscale_all_dim else {}
+    return {
+        "--multi-latent-attention": None,
+        "--qk-layernorm": None,  # of its latents
+        **ranks,
+        "--kv-lora-rank": latent.kv_lora_rank,
+        "--qk-head-dim": latent.qk_nope_head_dim,
+        "--qk-pos-emb-head-dim": latent.qk_rope_head_dim,
+        "--v-head-dim": latent.v_head_dim,
+        **factors,
+    }
 
 
 def _notes(plan: Plan) -> Iterator[str]:
     model = plan.model
     if model.positions == "alibi":
         yield "model: Megatron-LM has no ALiBi positions"
-    if model.rope_scaling is not None:
+    if model.rope_scaling is not None and model.latent is None:
         yield "model: the scaling of its rotary positions; add --use-rope-scaling and its factor"
     if model.num_experts:
         yield "model: its experts; add --num-experts and the other flags of mixtures"
