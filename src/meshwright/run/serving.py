@@ -114,6 +114,7 @@ def _run(service: Service, bound: socket.socket, greeting: str) -> None:
         make_app(service), log_level="error", access_log=False, timeout_graceful_shutdown=DRAIN_S, ws="none"
     )
     logging.getLogger("uvicorn.error").addFilter(_WithoutCancellations())
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that has gone
     server = _Server(config, patience_s=RED_S if service.loop.engine.mesh[WORLD].size > 1 else 0.0)
     # the server's own handlers end it in order, and then raise the signal again: SIGTERM was obeyed by then
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -42,8 +42,24 @@ class PackedProduct:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[:-1].numel()
+        if (more := padded(rows) - rows) and x.shape[-2] == rows:
+            return self._multiply(F.pad(x, (0, 0, 0, more)))[..., :rows, :]
+        return self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._linear(x, self._weight, self._bias, "none", [], "")
         return out
+
+
+def padded(rows: int) -> int:
+    """The next of few numbers of rows, at most a quarter more: four between a power of two and the next.
+
+    oneDNN makes code for every shape that it meets, in milliseconds, and keeps half a megabyte of it: steps of all
+    lengths would take hundreds of megabytes, and turn each other's code out.
+    """
+    step = 1 << max(0, (rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
 
 
 class TileProduct:
