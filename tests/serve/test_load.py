@@ -34,14 +34,20 @@ GROWTH = 1.05
 def test_a_short_storm(run_server):
     served = run_server(num_blocks=200)
     tally = Tally()
-    asyncio.run(Storm(served.url, CONTEXT, seed=0, tally=tally).run(3.0, num_clients=16))
+    scheduler, loop, metrics = served.engine.scheduler, served.service.loop, served.service.metrics
+
+    def was_rough() -> bool:
+        counts = scheduler.counts
+        return sum(tally.kinds.values()) > 50 and counts.preemptions > 0 and counts.finished.get("abort", 0) > 0
+
+    for turn in range(8):  # more than one on a machine that does much else
+        asyncio.run(Storm(served.url, CONTEXT, seed=turn, tally=tally).run(2.0, num_clients=16))
+        if was_rough():
+            break
+    assert was_rough()
     assert settles(served)
     assert not tally.wrong
     assert max(tally.whole_s) < WAIT_S
-    assert sum(tally.kinds.values()) > 50
-    scheduler, loop, metrics = served.engine.scheduler, served.service.loop, served.service.metrics
-    assert scheduler.counts.preemptions > 0
-    assert scheduler.counts.finished["abort"] > 0
     scheduler.blocks.check([])
     scheduler.blocks.clear()
     assert len(scheduler.blocks._free) == scheduler.blocks.num_blocks
