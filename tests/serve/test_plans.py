@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from meshwright.cli.serve import serve_command
+from meshwright.cli.serve import _check_room, _plan, _sizes, serve_command
 from meshwright.comm.mesh import Mesh
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import Traffic
 from meshwright.core.serving import Layout, Requests, ServingPlan
 from meshwright.core.sources import load_cluster
@@ -76,8 +76,6 @@ def context_of(*words: str) -> typer.Context:
 
 
 def test_the_plans_sizes_hold_but_for_those_that_are_typed():
-    from meshwright.cli.serve import _sizes
-
     layout = Layout(precision="fp32", num_blocks=77, block_size=8, step_tokens=512, max_running=32)
     requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
     plan = ServingPlan(model=SPECS["llama"], cluster=load_cluster("local:1"), requests=requests, layout=layout)
@@ -90,9 +88,20 @@ def test_the_plans_sizes_hold_but_for_those_that_are_typed():
     assert _sizes(None, typed, context_of()) is typed
 
 
-def test_replicas_that_share_experts_are_refused(tmp_path: Path):
-    from meshwright.cli.serve import _plan
+def test_a_cache_for_other_devices_is_refused_here(monkeypatch: pytest.MonkeyPatch):
+    layout = Layout(precision="fp32", num_blocks=2**30)
+    requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+    plan = ServingPlan(model=SPECS["llama"], cluster=load_cluster("1xh100"), requests=requests, layout=layout)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match=r"the plan.s cache takes .* no GPU; give --cache-mib"):
+        _check_room(plan, ServeOptions(num_blocks=2**30))
+    _check_room(plan, ServeOptions())
+    _check_room(plan, ServeOptions(num_blocks=16))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    _check_room(plan, ServeOptions(num_blocks=2**30))
 
+
+def test_replicas_that_share_experts_are_refused(tmp_path: Path):
     requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
     layout = Layout(replicas=2, ep=2, precision="fp32")
     spec = SPECS["mixtral"]

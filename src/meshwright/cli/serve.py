@@ -48,6 +48,7 @@ def serve_command(
     )  # fmt: skip
     asked = _plan(plan) if plan else None
     options = _sizes(asked, options, context)
+    _check_room(asked, options)
     num_ranks = asked.strategy.world_size if asked else 1
 
     def before() -> None:
@@ -90,6 +91,29 @@ def _sizes(plan: Plan | ServingPlan | None, typed: ServeOptions, context: typer.
     given = {name for name in sizes if _is_typed(context, name)}
     given |= OF_CACHE if _is_typed(context, "cache_mib") else set()
     return typed.model_copy(update={name: value for name, value in sizes.items() if name not in given})
+
+
+def _check_room(plan: Plan | ServingPlan | None, options: ServeOptions) -> None:
+    """Raises InputError where a plan for other devices asks for a cache that this machine's memory cannot hold."""
+    import torch
+
+    from meshwright.core.errors import InputError
+    from meshwright.core.serving import ServingPlan
+    from meshwright.core.sources import this_machine
+    from meshwright.core.units import format_bytes
+    from meshwright.cost.kv_cache import largest_kv_token_bytes
+
+    if not isinstance(plan, ServingPlan) or options.num_blocks is None or torch.cuda.is_available():
+        return
+    token_bytes = largest_kv_token_bytes(plan.model, plan.strategy)
+    rank_bytes = options.num_blocks * options.block_size * token_bytes
+    have = this_machine().memory_bytes
+    if rank_bytes * plan.strategy.world_size > have:
+        raise InputError(
+            f"the plan's cache takes {format_bytes(rank_bytes)} on each of {plan.strategy.world_size} ranks of "
+            f"`{plan.cluster.name}`, and this machine has {format_bytes(have)} and no GPU; give --cache-mib, or plan "
+            "for local:N"
+        )
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
