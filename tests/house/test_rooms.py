@@ -30,6 +30,7 @@ LEVELS = {
 
 SIBLINGS = {
     ("cli", "report"): "the terminal shows the same figures as the other readers",
+    ("rehearse", "serve"): "calibration times the products and the steps of the server itself",
     ("cost", "schedule"): "how many micro-batches' activations live at once follows from the table",
 }
 """Imports between rooms of one level, each with its reason."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from meshwright.core.cluster import ClusterSpec, Link
+from meshwright.core.profile import Server
 from meshwright.core.sources import load_cluster
 from meshwright.cost.network import flat_s
 from meshwright.rehearse import measure as m
+from meshwright.rehearse import measure_serving as served
 from meshwright.rehearse.calibrate import calibrated, fit_error
 from tests.parallel.layouts import cluster
 
@@ -64,6 +69,16 @@ def test_the_device_is_what_its_kernels_reached() -> None:
     assert profile.attention_half_keys == pytest.approx(HALF_KEYS, rel=1e-6)
     assert profile.attention_efficiency == pytest.approx(1.0)  # twice the products' peak: a share is at most all
     assert profile.overlap_slowdown == 1.25
+    assert profile.server == Server()
+
+
+def test_what_a_server_takes_is_in_the_file_as_it_was_measured() -> None:
+    rows = (("fp32", 1, 2e9), ("bf16", 16, 5e10))
+    server = Server(few_rows=rows, step_s=1e-3, layer_s=2e-4, sequence_s=3e-5)
+    found = calibrated(cluster(2), replace(measured(), server=server), "here")
+    profile = ClusterSpec.from_toml(found.to_toml()).device.profile
+    assert profile is not None
+    assert profile.server == server
 
 
 def test_attention_that_is_slower_on_long_sequences_is_taken_as_it_is() -> None:
@@ -77,6 +92,7 @@ def on_ranks(rank: int, world: int) -> m.Measured:
     from meshwright.comm.mesh import Mesh
 
     m.SHAPES, m.LENGTHS, m.CALL_BYTES, m.STREAM_NUMEL = ((64, 64, 64),), (64, 128), (2**12, 2**16), 2**16
+    served.OUTPUTS, served.INPUTS, served.STEPS = 64, 64, 6
     by_node, in_line = Mesh.create({"dp": world}, dp_local=2), Mesh.create({"pp": world})
     return m.measure(by_node, in_line, 0.001, lambda what: None)
 
@@ -91,6 +107,10 @@ def test_ranks_measure_every_figure_of_both_links_and_agree(ranks) -> None:
     }
     assert all(call.seconds > 0 for call in first.calls)
     assert 1.0 <= first.overlap_slowdown <= 2.0
+    assert {(name, rows) for name, rows, _ in first.server.few_rows} <= set(product(served.DTYPES, served.ROWS))
+    assert {("fp32", rows) for rows in served.ROWS} <= {(name, rows) for name, rows, _ in first.server.few_rows}
+    assert all(rate > 0 for _, _, rate in first.server.few_rows)
+    assert first.server.step_s + 2 * first.server.layer_s + first.server.sequence_s > 0
 
 
 def test_a_plan_takes_the_file(tmp_path) -> None:

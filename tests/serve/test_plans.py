@@ -89,16 +89,16 @@ def test_the_plans_sizes_hold_but_for_those_that_are_typed():
 
 
 def test_a_cache_for_other_devices_is_refused_here(monkeypatch: pytest.MonkeyPatch):
-    layout = Layout(precision="fp32", num_blocks=2**30)
+    layout = Layout(precision="fp32", num_blocks=2**29)
     requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
     plan = ServingPlan(model=SPECS["llama"], cluster=load_cluster("1xh100"), requests=requests, layout=layout)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match=r"the plan.s cache takes .* no GPU; give --cache-mib"):
-        _check_room(plan, ServeOptions(num_blocks=2**30))
+        _check_room(plan, ServeOptions(num_blocks=2**29))
     _check_room(plan, ServeOptions())
     _check_room(plan, ServeOptions(num_blocks=16))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    _check_room(plan, ServeOptions(num_blocks=2**30))
+    _check_room(plan, ServeOptions(num_blocks=2**29))
 
 
 def test_replicas_that_share_experts_are_refused(tmp_path: Path):

@@ -12,7 +12,7 @@ import typer
 from meshwright.cli.drawing import check_outputs, write
 from meshwright.core.errors import InputError
 from meshwright.core.sources import cores_of_rank, load_cluster
-from meshwright.core.units import format_bytes
+from meshwright.core.units import counted, format_bytes
 from meshwright.run.environment import detect
 from meshwright.run.launch import enter_ranks
 
@@ -91,6 +91,13 @@ def _print(found: ClusterSpec, measured: Measured, steps: Sequence[TimedStep], o
     table.add_row("products of usual shapes reach", f"{profile.matmul_efficiency:.0%} of that")
     table.add_row("memory", f"{format_bytes(round(found.device.memory_bandwidth_bytes_per_s))}/s")
     table.add_row("attention over long sequences", f"{profile.attention_efficiency:.0%} of products")
+    server = profile.server
+    for dtype, rows, rate in server.few_rows:
+        table.add_row(f"served products of {counted(rows, 'row')}, {dtype}", f"{rate / 1e9:,.1f} GFLOP/s")
+    if server.layer_s:
+        each = (server.step_s, server.layer_s, server.sequence_s)
+        step, layer, sequence = (f"{seconds * 1e6:,.0f} µs" for seconds in each)
+        table.add_row("a server's own code", f"{step} a step, {layer} a layer, {sequence} a sequence")
     for name, link in (("within a node", found.intra_link), ("between nodes", found.inter_link)):
         if any(call.link == ("intra" if name == "within a node" else "inter") for call in measured.calls):
             table.add_row(

@@ -27,6 +27,19 @@ class Host(Value):
     """Of a step."""
 
 
+class Server(Value):
+    """What serving takes on a CPU rank beside what training tells."""
+
+    few_rows: tuple[tuple[str, int, float], ...] = ()
+    """(dtype, rows, FLOP/s) of products of few rows with weights as the server lays them out."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Of the server's own code in a step, whatever its size: scheduling, choosing tokens."""
+    layer_s: float = Field(default=0.0, ge=0)
+    """Likewise of each layer."""
+    sequence_s: float = Field(default=0.0, ge=0)
+    """Likewise of each sequence that decodes."""
+
+
 class Profile(Value):
     """Shares of a device's peaks that kernels reach in a training step."""
 
@@ -47,6 +60,7 @@ class Profile(Value):
     optimizer_passes: float = Field(default=1.0, gt=0)
     """Bytes that an update moves, over those that a fused one must."""
     host: Host = Host()
+    server: Server = Server()
     source: str = ""
 
 

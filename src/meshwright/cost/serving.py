@@ -8,7 +8,8 @@
 
 Weights are read once per *step*, whatever the batch: so decoding is bound by memory until about peak · β / (2 · memory
 bandwidth) sequences share a step. Over more ranks of tp each reads less, but reductions need more rounds: there is a
-degree beyond which a step takes longer. Host time (scheduling, launches, sampling) is not counted.
+degree beyond which a step takes longer. Host time (scheduling, launches, sampling) is counted where it was measured: on
+CPU ranks, by `meshwright calibrate`.
 
 With a measured profile the kernels are those of training (:mod:`meshwright.cost.kernels`); without one, FLOPs and bytes
 stand for them. Sources: Pope et al. 2022, §3; Kwon et al. 2023, §4; Agrawal et al. 2024, §3.
@@ -16,8 +17,9 @@ stand for them. Sources: Pope et al. 2022, §3; Kwon et al. 2023, §4; Agrawal e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from math import exp, log
 from typing import Protocol
 
 from meshwright.core.axes import EP, PP, TP, WORLD
@@ -34,6 +36,7 @@ from meshwright.cost.terms import TimeTerm, total_s
 LOGITS_BYTES = 4
 """Logits are joined, and chosen from, in fp32."""
 WEIGHTS, KEYS, PRODUCTS, ATTENTION, STREAMS = "weights", "keys and values", "products", "attention", "streams"
+HOST = "host"
 LATENCY, REDUCTIONS, EXCHANGE, STAGES = "reductions, latency", "reductions, bytes", "experts' exchange", "stages"
 LIMITS = {
     WEIGHTS: "memory bandwidth",
@@ -41,6 +44,7 @@ LIMITS = {
     STREAMS: "memory bandwidth",
     PRODUCTS: "compute",
     ATTENTION: "compute",
+    HOST: "the server's own code",
     LATENCY: "the latency of the links",
     REDUCTIONS: "the bandwidth of the links",
     EXCHANGE: "the links between replicas that share experts",
@@ -96,13 +100,37 @@ class PlainRates:
         return elements * self.element_bytes / self.bytes_per_s
 
 
+LARGE_ROWS = 512
+"""Rows from which on a product on CPU ranks reaches what large ones do."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoreRates(Rates):
-    """Of a CPU rank with a profile: no tiles, so that a product of few rows takes what these rows do."""
+    """Of a CPU rank with a profile: no tiles, but rates of few rows where they were measured, between which the
+    logarithm of the rate goes in a line over that of the rows."""
+
+    points: tuple[tuple[float, float], ...] = ()
+    """(rows, FLOP/s), ascending, the last of large products."""
 
     def product_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
-        """Seconds of `batch` products [m, k] × [k, n]."""
-        reached = self.flops_per_s * self.profile.matmul_efficiency
-        return batch * max(2 * m * n * k / reached, self.stream_s(m * k + k * n + m * n))
+        """Seconds of `batch` products [m, k] × [k, n]. Less than a row takes what one does."""
+        if len(self.points) > 1:
+            return batch * 2 * max(m, 1.0) * n * k / self._flops_per_s(max(m, 1.0))
+        return batch * max(2 * m * n * k / self.points[0][1], self.stream_s(m * k + k * n + m * n))
+
+    def memory_s(self, m: float, n: float, k: float, batch: float = 1.0) -> float:
+        """What of it is for reading the weights: a product of one row, where that was measured."""
+        if len(self.points) > 1:
+            return batch * 2 * n * k / self.points[0][1]
+        return batch * self.stream_s(m * k + k * n + m * n)
+
+    def _flops_per_s(self, m: float) -> float:
+        after = next((at for at, (rows, _) in enumerate(self.points) if rows >= m), len(self.points) - 1)
+        (low, slow), (high, fast) = self.points[max(0, after - 1)], self.points[after]
+        if m >= high or low == high:
+            return fast
+        share = log(m / low) / log(high / low)
+        return exp((1 - share) * log(slow) + share * log(fast))
 
 
 def arithmetic_balance(cluster: ClusterSpec, layout: Layout) -> float:
@@ -151,10 +179,26 @@ class StepCosts:
         seconds[STREAMS] = self._streams_s(work)
         for count, m, n, k, batch in self._products(work):
             product_s = self.speed.product_s(m, n, k, batch)
-            weights_s = self.speed.stream_s(batch * (m * k + k * n + m * n))
-            seconds[WEIGHTS if product_s <= weights_s else PRODUCTS] += count * product_s
+            weights_s = min(product_s, self._memory_s(m, n, k, batch))
+            seconds[WEIGHTS] += count * weights_s
+            seconds[PRODUCTS] += count * (product_s - weights_s)
+        seconds[HOST] = self._host_s(work)
         self._add_links(seconds, work)
         return tuple(TimeTerm(name, value) for name, value in seconds.items())
+
+    def _memory_s(self, m: float, n: float, k: float, batch: float) -> float:
+        """What a product takes to pass its matrices through memory; computing takes the rest."""
+        if isinstance(self.speed, CoreRates):
+            return self.speed.memory_s(m, n, k, batch)
+        return self.speed.stream_s(batch * (m * k + k * n + m * n))
+
+    def _host_s(self, work: Work) -> float:
+        """What the server's own code takes, where it was measured."""
+        profile = self.cluster.device.profile
+        if profile is None or self.cluster.backend != "gloo":
+            return 0.0
+        server = profile.server
+        return server.step_s + server.layer_s * self.model.num_layers + server.sequence_s * work.num_decoding
 
     def _products(self, work: Work) -> list[tuple[float, float, float, float, float]]:
         """(how often, m, n, k, batch) of the products of all layers and of the head, on the first rank of tp."""
@@ -240,7 +284,8 @@ class StepCosts:
             per_token += 2 * ((model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank)
             copies += 1.0 + 2.0 * model.values_size / model.heads_size
         per_token += copies * (self.heads + self.kv)
-        passes = self.speed.profile.stream_passes if isinstance(self.speed, Rates) else 1.0
+        is_training_like = isinstance(self.speed, Rates) and not isinstance(self.speed, CoreRates)
+        passes = self.speed.profile.stream_passes if is_training_like else 1.0
         return self.speed.stream_s(passes * work.num_tokens * model.num_layers * per_token)
 
     # --- links ---------------------------------------------------------------------------------------------
@@ -329,7 +374,9 @@ def _speed(cluster: ClusterSpec, layout: Layout) -> Rates | PlainRates:
         found = rates(device, device.profile, dtype, element_bytes)
         if cluster.backend != "gloo":
             return found
-        return CoreRates(found.flops_per_s, found.plain_flops_per_s, found.profile, found.bytes_per_s, element_bytes)
+        few = sorted((float(rows), rate) for name, rows, rate in device.profile.server.few_rows if name == dtype)
+        points = (*few, (float(LARGE_ROWS), found.flops_per_s * device.profile.matmul_efficiency))
+        return CoreRates(**{field.name: getattr(found, field.name) for field in fields(found)}, points=points)
     return PlainRates(flops_per_s(cluster, strategy), device.memory_bandwidth_bytes_per_s, element_bytes)
 
 

@@ -4,6 +4,7 @@ peak FLOP/s           the best rate of any product of the dtype
 matmul efficiency     median rate of the products, over that
 memory bandwidth      of a stream that reads two arrays and writes one
 attention             1 / rate = (1 + half_keys / s) / endless rate, through two lengths
+server                as it was measured, of CPU ranks
 latency, bandwidth    seconds = rounds · latency + bytes on the wire / bandwidth, least squares of relative errors;
                       of messages and of collectives apart, whose share of the bandwidth is the link's
 """
@@ -42,6 +43,7 @@ def calibrated(cluster: ClusterSpec, measured: Measured, source: str, cores: flo
         num_units=1 if cluster.backend == "gloo" or cluster.device.profile is None else _num_units(cluster),
         memory_efficiency=1.0,
         overlap_slowdown=measured.overlap_slowdown,
+        server=measured.server,
         source=source,
         **_attention(measured, peaks[dtype]),
     )

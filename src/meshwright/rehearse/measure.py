@@ -6,6 +6,7 @@
     calls             seconds of each collective by size, within a node      latency and bandwidth of both links
                       and across nodes, and of a message between two ranks
     overlap           products alone, and while an all-reduce runs           how much slower compute is beside traffic
+    server            as a server multiplies and steps (measure_serving)     what decoding takes on CPU ranks
 
 Ranks measure together, since in training they share cores, memory and links. Every figure is the median of its
 repetitions, averaged over the ranks. `rehearse.calibrate` makes a cluster of them.
@@ -25,6 +26,8 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_start
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.core.axes import DP_ACROSS, DP_NODE, PP, WORLD
+from meshwright.core.profile import Server
+from meshwright.rehearse.measure_serving import measure_server
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = ((512, 512, 512), (1024, 1024, 1024), (1024, 3072, 768), (1024, 768, 3072), (2048, 256, 1024))
@@ -65,6 +68,8 @@ class Measured:
     """(tokens, seconds) of one sequence of `HEADS` heads in fp32 (on a GPU bf16), forward."""
     calls: tuple[Call, ...]
     overlap_slowdown: float
+    server: Server = Server()
+    """Of CPU ranks."""
 
 
 def measure(node_mesh: Mesh, line_mesh: Mesh, budget_s: float, told: Callable[[str], None]) -> Measured:
@@ -92,7 +97,12 @@ def measure(node_mesh: Mesh, line_mesh: Mesh, budget_s: float, told: Callable[[s
         told("messages")
         calls += _messages(stopwatch, line_mesh[PP], node_mesh[DP_NODE].size)
     told("compute beside traffic")
-    return Measured(products, stream, attention, tuple(calls), _overlap_slowdown(stopwatch, node_mesh[WORLD]))
+    slowdown = _overlap_slowdown(stopwatch, node_mesh[WORLD])
+    server = Server()
+    if not stopwatch.is_gpu:
+        told("a server's products and steps")
+        server = measure_server(node_mesh, stopwatch.seconds, stopwatch.mean)
+    return Measured(products, stream, attention, tuple(calls), slowdown, server)
 
 
 class _Stopwatch:
@@ -108,9 +118,9 @@ class _Stopwatch:
     def seconds(self, call: Callable[[], object]) -> float:
         """Median of as many repetitions as the budget has room for, averaged over the ranks."""
         call()
-        first_s = self._mean(self._once(call))
+        first_s = self.mean(self._once(call))
         repeats = max(3, min(MAX_REPEATS, int(self._budget_s / max(first_s, 1e-9))))
-        return self._mean(statistics.median(self._once(call) for _ in range(repeats)))
+        return self.mean(statistics.median(self._once(call) for _ in range(repeats)))
 
     def _once(self, call: Callable[[], object]) -> float:
         self._wait()
@@ -124,7 +134,7 @@ class _Stopwatch:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def _mean(self, seconds: float) -> float:
+    def mean(self, seconds: float) -> float:
         """The same number on every rank."""
         total = torch.tensor([seconds], dtype=torch.float64, device=self.device)
         return float(all_reduce(total, self.world)) / self.world.size
