@@ -284,8 +284,9 @@ class StepCosts:
             per_token += 2 * ((model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank)
             copies += 1.0 + 2.0 * model.values_size / model.heads_size
         per_token += copies * (self.heads + self.kv)
-        is_training_like = isinstance(self.speed, Rates) and not isinstance(self.speed, CoreRates)
-        passes = self.speed.profile.stream_passes if is_training_like else 1.0
+        passes = 1.0  # on CPU ranks the server has kernels of its own
+        if isinstance(self.speed, Rates) and not isinstance(self.speed, CoreRates):
+            passes = self.speed.profile.stream_passes
         return self.speed.stream_s(passes * work.num_tokens * model.num_layers * per_token)
 
     # --- links ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,7 @@ class Measured:
     """(tokens, seconds) of one sequence of `HEADS` heads in fp32 (on a GPU bf16), forward."""
     calls: tuple[Call, ...]
     overlap_slowdown: float
-    server: Server = Server()
+    server: Server = field(default_factory=Server)
     """Of CPU ranks."""
 
 

@@ -34,9 +34,11 @@ SMALL = ModelSpec(
 FEW_LAYERS, MORE_LAYERS, SEQUENCES, STEPS = 2, 6, 8, 25
 
 
-def measure_server(
-    mesh: Mesh, seconds: Callable[[Callable[[], object]], float], mean: Callable[[float], float]
-) -> Server:
+Timer = Callable[[Callable[[], object]], float]
+"""Seconds of a call that all ranks make at once."""
+
+
+def measure_server(mesh: Mesh, seconds: Timer, mean: Callable[[float], float]) -> Server:
     """All of it. All ranks call it together.
 
     Args:
@@ -55,7 +57,7 @@ def measure_server(
     )
 
 
-def _few_rows(seconds: Callable[[Callable[[], object]], float]) -> Iterator[tuple[str, int, float]]:
+def _few_rows(seconds: Timer) -> Iterator[tuple[str, int, float]]:
     """(dtype, rows, FLOP/s) of each dtype that the server has a product for."""
     for name, dtype in DTYPES.items():
         try:
