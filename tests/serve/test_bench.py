@@ -117,6 +117,7 @@ def test_refusals_are_counted_by_kind(run_server: Callable[..., Running]):
     assert list(summary.errors) == ["429 queue_full"]
     assert summary.num_ok + summary.errors["429 queue_full"] == 12
     assert any("× 429 queue_full" in line for line in load_lines(summary))
+    assert any("429 queue_full, first: " in line and "try again later" in line for line in load_lines(summary))
 
 
 def test_a_server_that_is_none_is_said_in_one_line(served: Running, run_server: Callable[..., Running]):
@@ -154,7 +155,7 @@ def stranger(lines: list[bytes]) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()

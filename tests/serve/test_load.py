@@ -80,7 +80,8 @@ def test_a_storm_notices_what_is_wrong(run_server):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     engine = tiny_engine()
-    export(tmp_path / "model", engine.spec, random_model(engine.spec).stored())
+    spec = engine.spec.model_copy(update={"num_layers": 8})  # so that the smallest cache is full at times
+    export(tmp_path / "model", spec, random_model(spec).stored())
     assert engine.tokenizer is not None
     save_tokenizer(engine.tokenizer, tmp_path / "model")
     options = ["--port", "0", "--cache-mib", "1", "--block-size", "4"]

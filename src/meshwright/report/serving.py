@@ -38,6 +38,7 @@ def load_lines(summary: Summary) -> list[str]:
     if summary.errors:
         kinds = ", ".join(f"{count:,} × {kind}" for kind, count in summary.errors.items())
         lines.append(f"{counted(sum(summary.errors.values()), 'error')}: {kinds}")
+        lines += [f"{kind}, first: {said}" for kind, said in summary.said.items()]
     if summary.lag_s > LATE_S:
         lines.append(f"the generator was late by up to {format_time(summary.lag_s)}: the rate is more than it can send")
     return lines

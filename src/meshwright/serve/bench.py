@@ -27,6 +27,8 @@ PERCENTILES = (50, 95, 99)
 _SHORT, _LONG = 8, 24
 """Words of the two requests by which a word's tokens are measured."""
 _START_TIMEOUT_S = 60.0
+MAX_SAID = 300
+"""Characters of a server's own words for an error."""
 PAUSE_S = 0.1
 """Of a client after an error, so that a server that is gone is not asked thousands of times a second."""
 
@@ -50,6 +52,9 @@ class Record:
     output_tokens: int | None = None
     """By the server; None where it does not say."""
     error: str | None = None
+    """Its kind."""
+    said: str | None = None
+    """The server's own words for it."""
 
     def piece(self, now_s: float) -> None:
         """A piece of the answer came."""
@@ -77,6 +82,8 @@ class Summary:
     num_ok: int
     errors: dict[str, int]
     """Kind → how often."""
+    said: dict[str, str]
+    """Kind → what the server said the first time, where it said anything."""
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens: int | None
@@ -112,6 +119,7 @@ def summary_of(url: str, model: str, records: Sequence[Record]) -> Summary:
         duration_s=duration_s,
         num_ok=len(answered),
         errors=dict(Counter(r.error for r in records if r.error is not None).most_common()),
+        said={r.error: r.said for r in reversed(records) if r.error is not None and r.said},
         requests_per_s=len(answered) / duration_s if duration_s else 0.0,
         output_tokens_per_s=output / duration_s if duration_s else 0.0,
         prompt_tokens=sum(prompt) if prompt or not answered else None,
@@ -185,8 +193,8 @@ class Target:
         answer = await self._reached(self._client.post(self._path, json=body))
         if answer.status_code != 200:
             hint = "; try --no-ignore-eos" if "ignore_eos" in answer.text else ""
-            said = shortened(_error_of(answer.status_code, answer.content, long=True))
-            raise InputError(f"{self.url}: the server refuses a first request: {said}{hint}")
+            kind, said = _error_of(answer.status_code, answer.content)
+            raise InputError(f"{self.url}: the server refuses a first request: status {kind}: {said}{hint}")
         try:
             return int(answer.json()["usage"]["prompt_tokens"])
         except (ValueError, LookupError, TypeError):
@@ -232,7 +240,7 @@ class Target:
                 self._client.stream("POST", self._path, json=body) as answer,
             ):
                 if answer.status_code != 200:
-                    record.error = _error_of(answer.status_code, await answer.aread())
+                    record.error, record.said = _error_of(answer.status_code, await answer.aread())
                 else:
                     record.error = await _read(answer, record, now)
         except TimeoutError:
@@ -270,18 +278,16 @@ def _has_text(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content"))
 
 
-def _error_of(status: int, content: bytes, long: bool = False) -> str:
-    """`429 queue_full`; long: with the server's own words."""
+def _error_of(status: int, content: bytes) -> tuple[str, str]:
+    """(its kind, such as `429 queue_full`; the server's own words, in one line)."""
     try:
         said = json.loads(content)
     except ValueError:
         said = content.decode(errors="replace")
-    if long:
-        error = said.get("error") if isinstance(said, dict) else None
-        words_of = error.get("message") if isinstance(error, dict) else None
-        return f"status {status}: {' '.join(str(words_of or said).split())}"
-    code = _code(said)
-    return f"{status}" if code in ("", str(status)) else f"{status} {code}"
+    error = said.get("error") if isinstance(said, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    code, line = _code(said), " ".join(str(message or said).split())
+    return f"{status}" if code in ("", str(status)) else f"{status} {code}", line[:MAX_SAID]
 
 
 def _code(body: object) -> str:
