@@ -126,6 +126,8 @@ def test_a_pipeline_that_blocks_pays_for_its_transfers_on_every_rank():
     )
     assert beside < scattered
     assert beside < blocking
+    slow = Pricer(model, A100, job, Stack(transfers="blocking", transfer_s=1e-3)).forecast(strategy).step_time
+    assert slow.pipeline_s == pytest.approx(blocking + 2e-3 * 17), "each way, of each micro-batch and the way in"
 
 
 def test_what_a_stack_holds_is_named_and_added():

@@ -86,6 +86,8 @@ class Stack(Value):
     """Of tensor-parallel communication that runs under matrix products."""
     transfers: Literal["beside", "blocking", "blocking-scattered"] = "beside"
     """Between stages: beside compute, or the rank waits; scattered: each tp rank sends its part of a hidden state."""
+    transfer_s: float = Field(default=0.0, ge=0)
+    """Host seconds of a transfer that blocks: the device has nothing to do until the host has launched again."""
     layer_forward_s: float = Field(default=0.0, ge=0)
     """Host seconds to launch one layer's forward for one micro-batch: a floor under its kernels."""
     layer_backward_s: float = Field(default=0.0, ge=0)

@@ -295,7 +295,7 @@ def _blocking(
         return ()
     crossed_s = transfers_s(model, job, strategy, cluster, stack)
     beside = crossed_s[max(0, stage - 1) : stage + 1]
-    return (TimeTerm("transfers", max(beside)),)
+    return (TimeTerm("transfers", max(beside) + stack.transfer_s),)
 
 
 def _gathers_s(gather_s: float, strategy: Strategy) -> tuple[float, float]:
