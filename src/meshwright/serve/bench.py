@@ -323,8 +323,8 @@ async def run_load(
         return record
 
     async def client() -> None:
-        while not is_over(now()) and (planned := next(requests, None)) is not None:
-            if (await one(planned, now())).error is not None:
+        while not is_over(due_s := now()) and (planned := next(requests, None)) is not None:
+            if (await one(planned, due_s)).error is not None:
                 await asyncio.sleep(PAUSE_S)
 
     async with asyncio.TaskGroup() as group:
