@@ -122,7 +122,8 @@ def _only_the_last_stage(right: Callable[..., Any]) -> Callable[..., Any]:
 def _does_not_see_products(right: Callable[..., Any]) -> Callable[..., Any]:
     def enter(self: ActivationCensus) -> ActivationCensus:
         right(self)
-        self._products.keep = lambda tensor: None
+        for keeper in self._keepers:
+            keeper.keep = lambda tensor: None
         return self
 
     return enter

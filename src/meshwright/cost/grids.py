@@ -6,8 +6,9 @@ Of a linear layer of [in → out] over T tokens S_X = β·T·in, S_W = β·in·o
                forward and in the weight's gradient, and both in the input's
     3D         forward (q−1)/q³·(S_X + S_W + S_Y), backward 2·(S_X + S_W) + S_Y of the same
 
-Backward keeps blocks of 1/(δq²) and 1/q³ and moves them again. A norm sums one or two numbers a token over the ranks
-that share its hidden dim; embedding and loss as `parallel.grids.embedding` and `parallel.loss` say.
+q, k and v are one layer here, and gate and up: their input passes once. Backward keeps blocks of 1/(δq²) and 1/q³ and
+moves them again. A norm sums one or two numbers a token over the ranks that share its hidden dim; embedding and loss as
+`parallel.grids.embedding` and `parallel.loss` say.
 
 Sources: Xu et al. 2021 (2D), Wang et al. 2021 (2.5D), Bian et al. 2021 (3D).
 """
@@ -90,9 +91,23 @@ def layer_calls(sizes: Sizes) -> Iterator[Call]:
     """Of one layer: its two norms, and its linear layers."""
     for _ in range(2):
         yield from norm_calls(sizes)
-    for param in sizes.model.parameters():
-        if param.layer == 0 and len(param.shape) == 2:
-            yield from linear_calls(sizes, *param.shape, is_second=param.dims[1] in INNER_DIMS)
+    for out, into, is_second in _linears(sizes.model):
+        yield from linear_calls(sizes, out, into, is_second=is_second)
+
+
+def _linears(model: ModelSpec) -> Iterator[tuple[int, int, bool]]:
+    """(out, in, whether it is o or down) of a layer's products; q, k and v are one, and gate and up."""
+    together: dict[str, tuple[int, int]] = {}
+    for param in model.parameters():
+        if param.layer != 0 or len(param.shape) != 2:
+            continue
+        out, into = param.shape
+        if param.dims[1] in INNER_DIMS:
+            yield out, into, True
+        else:
+            block = param.name.rsplit(".", 2)[0]
+            together[block] = together.get(block, (0, 0))[0] + out, into
+    yield from ((out, into, False) for out, into in together.values())
 
 
 def linear_calls(sizes: Sizes, out: int, into: int, *, is_second: bool) -> Iterator[Call]:

@@ -15,6 +15,7 @@ dW from them. Biases, norms and look-ups are part of I.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.parallel.experts import ExpertLinear
-from meshwright.parallel.grids.apply import GridLinear
+from meshwright.parallel.grids.apply import GridLinear, Leaver
 from meshwright.parallel.grids.embedding import GridEmbedding
-from meshwright.parallel.grids.product import Algorithm, Leave
+from meshwright.parallel.grids.product import Leave
 from meshwright.parallel.products import Products
 from meshwright.parallel.states import FlatStates, GradientSink
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -79,6 +80,8 @@ class _Embedding(torch.autograd.Function):
 def apply(states: FlatStates) -> Products:
     """Give every weight that only such layers use a sink, and let its layers write into it."""
     products = Products()
+    on_grid: dict[nn.Module, GradientSink] = {}
+    leaver = _leaver(products, on_grid)
     for bucket, slot in states.slots():
         name = slot.placement.name
         places = states.owners.get(name, [])
@@ -89,23 +92,41 @@ def apply(states: FlatStates) -> Products:
         ):
             sink = states.sinks[name] = GradientSink(bucket.view(bucket.gradients, slot), len(places))
             for module, _ in places:
-                _install(module, sink, products)
+                if isinstance(module, GridLinear):
+                    on_grid[module], module.leaver = sink, leaver
+                else:
+                    _install(module, sink, products)
     return products
 
 
-def _leaver(products: Products, sink: GradientSink, algorithm: Algorithm) -> Leave:
-    """Where a layer on a grid leaves its weight gradient, of which `algorithm` computes this rank's block."""
+def _leaver(products: Products, sinks: Mapping[nn.Module, GradientSink]) -> Leaver:
+    """Where layers of one input on a grid leave their weight gradients, of which the algorithm computes this rank's
+    blocks, of all together."""
 
-    def put(to: GradientSink, grads: torch.Tensor, inputs: torch.Tensor) -> None:
-        to.add(algorithm.weight_gradient(algorithm.prepare(grads), inputs))
+    def leaver(layers: Sequence[GridLinear]) -> Leave:
+        own, algorithm = [sinks[layer] for layer in layers], layers[0].algorithm
+        widths = [len(layer.weight) for layer in layers]
 
-    def leave(grads: torch.Tensor, prepared: torch.Tensor, inputs: torch.Tensor) -> None:
-        if products.is_postponed:
-            products.postpone([(sink, grads)], inputs, lambda: inputs, put=put)
-        else:
-            sink.add(algorithm.weight_gradient(prepared, inputs))
+        def add(prepared: torch.Tensor, inputs: torch.Tensor) -> None:
+            found = algorithm.weight_gradient(prepared, inputs)
+            for layer, sink, part in zip(layers, own, found.split(widths), strict=True):
+                if layer.weight.requires_grad:
+                    sink.add(part)
 
-    return leave
+        def leave(grads: torch.Tensor, prepared: torch.Tensor, inputs: torch.Tensor) -> None:
+            if not products.is_postponed:
+                add(prepared, inputs)
+                return
+            columns = grads.split(widths, 1) if len(layers) > 1 else [grads]  # the head's lie in another way
+            parts = zip(layers, own, columns, strict=True)
+            trained = [(sink, part) for layer, sink, part in parts if layer.weight.requires_grad]
+            products.postpone(
+                trained, inputs, lambda: inputs, put=lambda written, inputs: add(algorithm.prepare(grads), inputs)
+            )
+
+        return leave
+
+    return leaver
 
 
 def _writes(module: nn.Module) -> bool:
@@ -118,8 +139,6 @@ def _writes(module: nn.Module) -> bool:
 def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
     if isinstance(module, ExpertLinear):
         module.write = lambda grads, inputs, counts: products.add([(sink, grads)], inputs, counts)
-    elif isinstance(module, GridLinear):
-        module.leave = _leaver(products, sink, module.algorithm)
     elif isinstance(module, VocabParallelEmbedding | GridEmbedding):
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
     elif isinstance(module, ColumnParallelLinear):

@@ -13,8 +13,8 @@ from meshwright.parallel.states import GradientSink
 
 Written = tuple[GradientSink, torch.Tensor]
 """Where a weight's gradient goes, and the gradient of its layer's output [T, out]."""
-Put = Callable[[GradientSink, torch.Tensor, torch.Tensor], None]
-"""(sink, grads [T, out], inputs [T, in]): leaves a weight's gradient in its sink."""
+Put = Callable[[Sequence[Written], torch.Tensor], None]
+"""(weights, their input [T, in]): leaves each one's gradient in its sink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Product:
     counts: Sequence[int] | None = None
     """Of experts: rows of each run (`GradientSink.add_product`)."""
     put: Put | None = None
-    """How one of them is computed and left in its sink, where it is not their product alone."""
+    """How they are computed and left in their sinks, where they are not products alone."""
 
     @property
     def sinks(self) -> list[GradientSink]:
@@ -41,9 +41,7 @@ class Product:
         if self.put is None:
             write(self.written, self.inputs(), self.counts)
         else:
-            inputs = self.inputs()
-            for sink, grads in self.written:
-                self.put(sink, grads, inputs)
+            self.put(self.written, self.inputs())
 
 
 class Products:
@@ -93,7 +91,7 @@ class Products:
             kept: what `inputs` is made of.
             inputs: makes the layers' common input [T, in].
             counts: of experts, rows of each run.
-            put: computes one of them, where it is not a product of the two alone.
+            put: computes them, where they are not products of the two alone.
         """
         assert self._postponed is not None
         counted = tuple(self.keep(grads) for _, grads in written)

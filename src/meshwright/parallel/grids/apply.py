@@ -15,7 +15,7 @@ Sources: Xu et al. 2021 (2D), Wang et al. 2021 (2.5D), Bian et al. 2021 (3D).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,15 @@ from meshwright.parallel.grids.norm import GridNorm
 from meshwright.parallel.grids.product import Again, Algorithm, Core, Leave, multiply, multiply_core
 from meshwright.parallel.grids.summa import SummaHead, SummaLinear
 
+PROJECT = "project"
+"""Name of the modules that run the first linear layers of one input together."""
+
 
 class GridLinear(nn.Module):
     """A linear layer on a grid. Input [b', s, in'], output [b'', s, out'].
 
     Attributes:
-        leave: takes over the weight's gradient; `parallel.direct` puts something here.
+        leaver: how it, or several of one input, leave their weight gradients; `parallel.direct` puts something here.
     """
 
     def __init__(self, plain: nn.Linear, algorithm: Algorithm) -> None:
@@ -45,17 +48,38 @@ class GridLinear(nn.Module):
         self.weight = plain.weight
         self.bias = plain.bias
         self.algorithm = algorithm
-        self.leave: Leave | None = None
+        self.leaver: Leaver | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._with_bias(multiply(x, self.weight, self.algorithm, self.leave))
+        return GridProjections()(x, self)[0]
 
     def after(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: Core, again: Again) -> torch.Tensor:
         """Of what a core makes of q, k and v, which are kept in its place (`grids.product.multiply_core`)."""
-        return self._with_bias(multiply_core(q, k, v, self.weight, core, self.algorithm, self.leave, again))
+        y = multiply_core(q, k, v, self.weight, core, self.algorithm, leave_of([self]), again)
+        return self.with_bias(y)
 
-    def _with_bias(self, y: torch.Tensor) -> torch.Tensor:
+    def with_bias(self, y: torch.Tensor) -> torch.Tensor:
+        """Its product as its output."""
         return y if self.bias is None else y + self.bias
+
+
+Leaver = Callable[[Sequence[GridLinear]], Leave]
+"""Layers of one input → where they leave their weight gradients together."""
+
+
+def leave_of(layers: Sequence[GridLinear]) -> Leave | None:
+    """Of layers of one input; None: to autograd."""
+    leaver = layers[0].leaver
+    return None if leaver is None else leaver(layers)
+
+
+class GridProjections(nn.Module):
+    """Linear layers of one input, together: as one layer whose outputs stand side by side."""
+
+    def forward(self, x: torch.Tensor, *layers: GridLinear) -> tuple[torch.Tensor, ...]:
+        weights = [layer.weight for layer in layers]
+        found = multiply(x, weights, layers[0].algorithm, leave_of(layers))
+        return tuple(layer.with_bias(y) for layer, y in zip(layers, found, strict=True))
 
 
 class GridPositions(nn.Module):
@@ -76,13 +100,15 @@ def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh) -> None:
     axes = {name: mesh[name] for name, _ in grid.axes}
     for path, module in list(model.named_modules()):
         name = "embedding.weight" if path == "head" and spec.tied_embeddings else f"{path}.weight"
+        parent, _, child = path.rpartition(".")
+        if child == PROJECT:
+            setattr(model.get_submodule(parent), child, GridProjections())
         if name not in weights:
             continue
         replacement = _replacement(module, weights[name], spec, grid, axes)
         if weights[name].dims[0] == "position":
             replacement = GridPositions(module, lambda x: own_sequences(x, mesh, grid.batch_axes))
         if replacement is not None:
-            parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, replacement)
 
 

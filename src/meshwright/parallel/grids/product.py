@@ -6,7 +6,7 @@ whole matrices come out. Backward keeps the rank's own blocks alone, and moves t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -42,43 +42,52 @@ class Algorithm(Protocol):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm, leave: Leave | None
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, algorithm: Algorithm, leave: Leave | None, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows, *weights)
         ctx.algorithm, ctx.leave, ctx.shape = algorithm, leave, x.shape
-        return algorithm.multiply(rows, weight)
+        y = algorithm.multiply(rows, _stacked(weights))
+        if len(weights) == 1:
+            return (y,)
+        # each by itself: of q, k and v only v is kept as it is
+        return tuple(part.contiguous() for part in y.split([len(weight) for weight in weights], 1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight = ctx.saved_tensors
-        grad = grad.contiguous()
+    def backward(ctx: Any, *of_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        grad = of_outputs[0].contiguous() if len(of_outputs) == 1 else torch.cat(of_outputs, 1)
+        needs = ctx.needs_input_grad
         prepared = ctx.algorithm.prepare(grad)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.algorithm.input_gradient(prepared, weight).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            if ctx.leave is None:
-                grad_weight = ctx.algorithm.weight_gradient(prepared, rows)
-            else:
-                ctx.leave(grad, prepared, rows)
-        return grad_x, grad_weight, None, None
+        grad_x, grads = None, (None,) * len(weights)
+        if needs[0]:
+            grad_x = ctx.algorithm.input_gradient(prepared, _stacked(weights)).view(ctx.shape)
+        if any(needs[3:]) and ctx.leave is not None:
+            ctx.leave(grad, prepared, rows)
+        elif any(needs[3:]):
+            grads = ctx.algorithm.weight_gradient(prepared, rows).split([len(weight) for weight in weights])
+        return grad_x, None, None, *grads
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm, leave: Leave | None = None) -> torch.Tensor:
-    """x · weightᵀ over a grid, differentiable.
+def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+
+
+def multiply(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], algorithm: Algorithm, leave: Leave | None = None
+) -> tuple[torch.Tensor, ...]:
+    """x · weightᵀ over a grid, differentiable. Several weights go as one: x passes once, and so does its gradient.
 
     Args:
         x: this rank's block [b', s, in'].
-        weight: this rank's block [out', in'].
-        leave: takes over the weight's gradient; None leaves it to autograd.
+        weights: this rank's blocks [out', in'] of layers with this input.
+        leave: takes over the weights' gradient, of all together; None leaves it to autograd.
 
     Returns:
-        this rank's block [b'', s, out'].
+        this rank's blocks [b'', s, out'].
     """
-    rows: torch.Tensor = _Product.apply(x, weight, algorithm, leave)
-    return rows.view(-1, x.shape[1], rows.shape[-1])
+    return tuple(rows.view(-1, x.shape[1], rows.shape[-1]) for rows in _Product.apply(x, algorithm, leave, *weights))
 
 
 class _CoreThenProduct(torch.autograd.Function):
