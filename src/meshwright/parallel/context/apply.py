@@ -38,7 +38,7 @@ class WholeCore(nn.Module):
         dropout: of its probabilities; :func:`drop` sets it.
     """
 
-    def __init__(self, plain: nn.Module, own: Own) -> None:
+    def __init__(self, plain: nn.Module, own: Own = lambda documents: documents) -> None:
         super().__init__()
         self.plain, self.own = plain, own
         self.dropout: ScoreDropout | None = None
