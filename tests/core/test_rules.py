@@ -100,11 +100,11 @@ BROKEN = {
         "recompute_layers=2 with recompute=none",
     ),
     "experts": (
-        2,
-        {"tp": 2, "num_micro_batches": 12, "sequence": "megatron"},
+        4,
+        {"tp": 4, "num_micro_batches": 6, "micro_batch_size": 2, "tensor": {"kind": "2d"}},
         {"num_experts": 4, "experts_per_token": 2},
         {},
-        "has experts: sequence=megatron",
+        "has experts: tensor.kind=2d",
     ),
     "expert-degree": (
         6,

@@ -57,6 +57,27 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("choice", {"dp": 4, "expert": {"degree": 2}, "zero": 2}),
     ("batch", {"dp": 2, "tp": 2, "expert": {"degree": 2}, "num_micro_batches": 2, "schedule": "gpipe"}),
     ("switch", {"dp": 2, "pp": 2, "expert": {"degree": 2}, "schedule": "zb-h1", "num_micro_batches": 3}),
+    ("mixture", {"tp": 2, "sequence": "megatron", "num_micro_batches": 2}),
+    ("capacity", {"tp": 2, "sequence": "megatron", "num_micro_batches": 2, "recompute": "full"}),
+    ("mixture", {"context": {"degree": 2, "balance": "zigzag"}, "micro_batch_size": 2, "recompute": "full"}),
+    ("choice", {"context": {"degree": 2, "balance": "striped"}, "num_micro_batches": 2}),
+    ("shared", {"tp": 2, "context": {"degree": 2, "balance": "zigzag"}, "sequence": "megatron", "micro_batch_size": 2}),
+    (
+        "capacity",
+        {
+            "tp": 2,
+            "context": {"degree": 2, "balance": "zigzag"},
+            "sequence": "megatron",
+            "expert": {"degree": 2},
+            "zero": 1,
+        },
+    ),
+    (
+        "batch",
+        {"dp": 2, "context": {"degree": 2}, "expert": {"degree": 4}, "schedule": "gpipe", "num_micro_batches": 2},
+    ),
+    ("sigmoid", {"pp": 2, "tp": 2, "sequence": "megatron", "schedule": "zb-h1", "num_micro_batches": 3}),
+    ("switch", {"dp": 2, "tp": 2, "sequence": "megatron", "zero": 3, "expert": {"degree": 2}, "recompute": "full"}),
 ]
 
 

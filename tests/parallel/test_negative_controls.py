@@ -20,6 +20,7 @@ from meshwright.parallel.apply import ParallelModel
 from meshwright.parallel.census import ActivationCensus
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.pipeline import StageRunner
+from meshwright.parallel.routers import CutSequences
 from meshwright.parallel.states import FlatStates
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import Mismatch, find_mismatch
@@ -41,6 +42,8 @@ FORWARD = BACKWARD + 2
 """In its forward: embedding, then attention and mlp of each layer, then the loss's maximum and its sum."""
 
 
+SP2 = {"tp": 2, "sequence": "megatron"}
+CP2 = {"context": {"degree": 2}}
 T2 = {"tp": 2}
 
 
@@ -100,6 +103,10 @@ def _doubled(right: Callable[..., Any]) -> Callable[..., Any]:
 
 def _half_the_sequences(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, batches: right(self, batches) * torch.tensor([1, 1, 1, 0.5], dtype=torch.float64)
+
+
+def _its_own(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, x: x
 
 
 def _keeps_twice(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +184,13 @@ CONTROLS = {
     ),
     "experts' norm once for all ranks": Control(
         counted_again(lambda p: not p.is_spread), MOE, {**T2, "dp": 2, "expert": {"degree": 2}}, "norm"
+    ),
+    "loads of one share": Control(without("tp", "all_reduce", "router"), MOE, SP2, "router-loss"),
+    "shares of one part of a sequence": Control(
+        replaced(CutSequences, "sum", _its_own), MOE, CP2, "gradient", r"router.weight|embedding"
+    ),
+    "adjoint of the weights of all shares": Control(
+        without("tp", "reduce_scatter", "backward", every(4, 1)), MOE, SP2, "gradient", r"router.weight|embedding"
     ),
     "loads of one rank": Control(without("dp", "all_reduce", "router"), MOE, D2, "router-loss"),
     # Latents: head, mlp, then three of attention's one layer.

@@ -13,10 +13,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 
 TOKENS = "context.degree divides seq_length, with balance=zigzag twice the degree does"
-KINDS = (
-    "context.degree > 1 goes with tensor.kind=1d and a model without experts; context.kind=ulysses not with "
-    "recompute=selective"
-)
+KINDS = "context.degree > 1 goes with tensor.kind=1d; context.kind=ulysses not with recompute=selective"
 HEADS = "with context.kind=ulysses, context.degree divides the heads of a tp rank"
 KV_HEADS = "with context.kind=ulysses, context.degree divides the key/value heads of a tp rank or is a multiple of them"
 
@@ -38,7 +35,6 @@ def kinds(strategy: Strategy, model: ModelSpec) -> str | None:
     for name, is_set in (
         (f"tensor.kind={strategy.tensor.kind}", strategy.tensor.kind != "1d"),
         ("context.kind=ulysses and recompute=selective", _is_ulysses(strategy) and strategy.recompute == "selective"),
-        (f"the {model.num_experts} experts of `{model.name}`", model.num_experts > 0),
     ):
         if is_set:
             return f"context.degree={strategy.cp} with {name}"

@@ -14,8 +14,6 @@ def experts(s: Strategy, model: ModelSpec) -> str | None:
     gate = model.gate
     for name, is_set in (
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"sequence={s.sequence}", s.sequence != "none"),
-        (f"context.degree={s.cp}", s.cp > 1),
         (f"recompute={s.recompute} and router.noise={gate.noise}", s.recompute != "none" and gate.noise != "none"),
         (
             f"schedule={s.schedule} and router losses or biases",

@@ -78,6 +78,16 @@ class RouterSpec(Value):
         return self.model_copy(update={name: fields[name].default for name in in_training})
 
     @property
+    def has_capacity(self) -> bool:
+        """Whether the choice of a token depends on others of its sequence."""
+        return self.capacity_factor is not None or self.chooses == "experts"
+
+    @property
+    def balances_sequences(self) -> bool:
+        """Whether there is a balance loss of each sequence."""
+        return self.balance_loss > 0 and self.balance_over == "sequence"
+
+    @property
     def has_losses(self) -> bool:
         return self.balance_loss > 0 or self.z_loss > 0
 

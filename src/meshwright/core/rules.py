@@ -293,9 +293,9 @@ RULES = (
     ),
     Rule(
         "experts",
-        "layers of experts need 1D tensor parallelism and whole sequences; noise of their gates no recompute; their "
-        "losses and biases no asynchronous schedule",
-        "a token's experts are chosen once, by what its rank knows of its sequence and of the step",
+        "layers of experts need 1D tensor parallelism; noise of their gates no recompute; their losses and biases no "
+        "asynchronous schedule",
+        "a token's experts are chosen once, by what the ranks of its sequence know of it and of the step",
         lambda c: experts(c.strategy, c.model),
     ),
     Rule(
@@ -359,7 +359,7 @@ RULES = (
     Rule(
         "context-tensor",
         context_rules.KINDS,
-        "the others cut the hidden state, or look at all tokens, in ways that are not joined with it",
+        "the others cut the hidden state, or run the core again, in ways that are not joined with it",
         lambda c: context_rules.kinds(c.strategy, c.model),
     ),
     Rule(

@@ -40,6 +40,7 @@ from meshwright.core.strategy import Strategy
 
 _INDEX_BYTES = 8
 _FLAG_BYTES = 1
+_SHARE_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,10 @@ class _Sizes:
         """A tensor between the regions."""
         return ByteTerm(name, self.between * elements * self.element_bytes)
 
+    def own_statistics(self, name: str, elements: int) -> ByteTerm:
+        """Likewise in at least fp32."""
+        return ByteTerm(name, self.between * elements * self.statistic_bytes)
+
 
 def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
     grid = strategy.grid
@@ -134,28 +139,42 @@ def _inner_terms(spec: ModelSpec, z: _Sizes, ffn: int, is_gated: bool) -> list[B
     return terms if spec.activation == "silu" else [*terms, z.kept("activated gate", ffn)]
 
 
-def expert_rows(spec: ModelSpec, b: int, s: int) -> int:
-    """Rows that pass the experts of a layer of `b` sequences of `s` tokens, if their loads are even."""
+def choices_per_token(spec: ModelSpec) -> int:
+    """Of how many experts a router says whether, and with what weight, they take a token."""
+    return spec.experts_per_token if spec.gate.chooses == "tokens" else spec.num_experts
+
+
+def expert_rows(spec: ModelSpec, b: int, s: int, cp: int = 1) -> int:
+    """Rows that pass the experts of a layer of `b` sequences of `s` tokens, if their loads are even; of one of `cp`
+    shares of each sequence, as many as there may be."""
     gate, k = spec.gate, spec.experts_per_token
-    if gate.chooses == "tokens" and gate.capacity_factor is None:
-        return b * s * k
-    return b * min(s * (k if gate.chooses == "tokens" else spec.num_experts),
-                   spec.num_experts * gate.capacity(s, spec.num_experts, k))  # fmt: skip
+    if not gate.has_capacity:
+        return b * (s // cp) * k
+    return b * min((s // cp) * choices_per_token(spec), spec.num_experts * gate.capacity(s, spec.num_experts, k))
 
 
-def _expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
-    """Router, rows by expert with what is inside and behind the experts, shared experts."""
-    rows = replace(z, tokens=expert_rows(spec, b, s), between=expert_rows(spec, b, s))
-    is_whole = spec.gate.chooses == "tokens" and spec.gate.capacity_factor is None
-    choices = z.tokens * (spec.experts_per_token if spec.gate.chooses == "tokens" else spec.num_experts)
+def _rows(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> _Sizes:
+    count = expert_rows(spec, b, s, strategy.cp)
+    return replace(z, tokens=count, between=count)
+
+
+def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
+    """Router, rows by expert with what is inside and behind the experts, shared experts. The router's are of this
+    rank's tokens, the experts' of those of all tp ranks."""
+    rows, gate = _rows(spec, strategy, z, b, s), spec.gate
+    choices, own_choices = (tokens * choices_per_token(spec) for tokens in (z.tokens, z.between))
     inside = _inner_terms(spec, rows, z.expert_ffn, spec.has_gated_experts)
+    has_shares = strategy.hidden_parts[1] > 1 and gate.balances_sequences
     terms = [
         z.hidden_state("mlp input"),
-        z.statistics("router logits", spec.num_experts),
-        ByteTerm("choices", choices * _INDEX_BYTES),
+        z.own_statistics("router logits", spec.num_experts),
+        ByteTerm("choices", own_choices * _INDEX_BYTES),
+        ByteTerm("shares of whole sequences", b * spec.num_experts * _SHARE_BYTES * has_shares),
         ByteTerm("weights of choices", choices * z.statistic_bytes),
         ByteTerm("order of rows", rows.tokens * _INDEX_BYTES),
-        ByteTerm("rows of tokens", choices * _INDEX_BYTES) if is_whole else ByteTerm("kept flags", choices),
+        ByteTerm("kept flags", own_choices)
+        if gate.has_capacity
+        else ByteTerm("rows of tokens", choices * _INDEX_BYTES),
         rows.kept("rows", z.hidden),
         *(ByteTerm(f"experts' {term.name}", term.bytes) for term in inside),
         rows.kept("experts' output", z.hidden),
@@ -165,14 +184,14 @@ def _expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
         shared = _inner_terms(spec, z, z.shared_ffn, spec.gated_mlp)
         terms += [ByteTerm(f"shared experts' {term.name}", term.bytes) for term in shared]
     if spec.shared_gate:
-        terms += [z.kept("shared experts' output", z.hidden), z.kept("shared gate", 1)]
+        terms += [z.hidden_state("shared experts' output"), z.own("shared gate", 1)]
     return terms
 
 
 def _noise_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
     """Of a gate with noise, in training. What the router multiplies under jitter is not what shared experts do."""
     if spec.gate.noise == "gaussian":
-        return [z.statistics("noise", spec.num_experts), z.statistics("deviation of noise", spec.num_experts)]
+        return [z.own_statistics("noise", spec.num_experts), z.own_statistics("deviation of noise", spec.num_experts)]
     if spec.gate.noise == "none":
         return []
     own = [z.hidden_state("router input")] if spec.shared_ffn_size else []
@@ -256,14 +275,15 @@ def layer_input_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> li
 def mlp_half_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
     """Of :func:`layer_terms`, those of the mlp and its norm: free when backward comes to attention."""
     z = _sizes(spec, strategy, b, s)
-    mlp = _expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _mlp_terms(spec, z)
+    mlp = _expert_terms(spec, strategy, z, b, s) if spec.is_sparse(layer) else _mlp_terms(spec, z)
     return [*_norm_terms(spec, z, "mlp norm"), *mlp]
 
 
 def postponed_mlp_half_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
     """Of :func:`postponed_layer_terms`, those of the mlp, and what o then adds."""
     z = _sizes(spec, strategy, b, s)
-    mlp = _postponed_expert_terms(spec, z, b, s) if spec.is_sparse(layer) else _postponed_mlp_terms(spec, z, z.ffn)
+    is_sparse = spec.is_sparse(layer)
+    mlp = _postponed_expert_terms(spec, strategy, z, b, s) if is_sparse else _postponed_mlp_terms(spec, z, z.ffn)
     return [*mlp, z.kept("gradient of o", z.hidden)]
 
 
@@ -306,9 +326,9 @@ def _postponed_mlp_terms(spec: ModelSpec, z: _Sizes, ffn: int) -> list[ByteTerm]
     return [z.hidden_state("mlp input"), *inner, *gate]
 
 
-def _postponed_expert_terms(spec: ModelSpec, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
+def _postponed_expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
     """The router's gradient is a part of I."""
-    rows = replace(z, tokens=expert_rows(spec, b, s), between=expert_rows(spec, b, s))
+    rows = _rows(spec, strategy, z, b, s)
     inner = _postponed_mlp_terms(spec.model_copy(update={"gated_mlp": spec.has_gated_experts}), rows, z.expert_ffn)
     shared = _postponed_mlp_terms(spec, z, z.shared_ffn) if spec.shared_ffn_size else []
     return [ByteTerm(f"{whose} {term.name}", term.bytes)

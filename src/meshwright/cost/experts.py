@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from meshwright.core.axes import EP, PP_MIRROR, TP
+from meshwright.core.axes import CP, EP, PP_MIRROR, TP
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
-from meshwright.cost.activations import expert_rows
+from meshwright.cost.activations import choices_per_token, expert_rows
 
 COUNT_BYTES = 8
 """Rows for each expert are counted in int64."""
+CHOICE_BYTES = 4
+"""An expert's number, as tp ranks tell it each other."""
+SHARE_BYTES = 8
 
 
 def num_statistics(model: ModelSpec) -> int:
@@ -23,24 +26,52 @@ def num_sparse(model: ModelSpec, strategy: Strategy, stage: int) -> int:
     return model.count_layers(strategy.stage_layers(model.num_layers)[stage], True)
 
 
+def _num_calls(model: ModelSpec, strategy: Strategy, stage: int) -> tuple[int, int]:
+    """Layers of experts that a stage runs in a step, over all micro-batches: (forward, again in backward)."""
+    m, own = strategy.micro_batches_per_stage, strategy.stage_layers(model.num_layers)[stage]
+    again = sum(map(model.is_sparse, own[: strategy.num_recomputed(len(own))])) * (strategy.recompute == "full")
+    return num_sparse(model, strategy, stage) * m, again * m
+
+
 def add_tensor_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int, hidden: int) -> None:
-    """What layers of experts add to two all-reduces per layer and direction over tp: those of shared experts, and the
-    gradient of the weights of each token's choices.
+    """What layers of experts add to two sums per layer and direction over tp: those of shared experts, and what is of
+    each token's choices. Without sequence parallelism that is the gradient of their weights; with it weights and
+    experts are gathered, and these gradients scattered.
 
     Args:
-        hidden: bytes of a hidden state.
+        hidden: bytes of a hidden state of all tp ranks' tokens.
     """
-    m, own = strategy.micro_batches_per_stage, strategy.stage_layers(model.num_layers)[stage]
-    layers = num_sparse(model, strategy, stage) * m
-    tokens = strategy.micro_batch_size * job.seq_length
-    choices = tokens * (model.experts_per_token if model.gate.chooses == "tokens" else model.num_experts)
-    shared = layers * (model.shared_ffn_size is not None)
-    total.add("all_reduce", TP, "forward", hidden, strategy.tp, shared)
-    if shared and strategy.recompute == "full":
-        again = sum(map(model.is_sparse, own[: strategy.num_recomputed(len(own))]))
-        total.add("all_reduce", TP, "recompute", hidden, strategy.tp, again * m)
-    total.add("all_reduce", TP, "backward", hidden, strategy.tp, shared)
-    total.add("all_reduce", TP, "backward", choices * strategy.recipe.statistic_bytes, strategy.tp, layers)
+    layers, again = _num_calls(model, strategy, stage)
+    has_shared = model.shared_ffn_size is not None
+    choices = strategy.micro_batch_size * (job.seq_length // strategy.cp) * choices_per_token(model)
+    weights = choices * strategy.recipe.statistic_bytes
+    if strategy.sequence != "megatron":
+        for phase, times in (("forward", layers), ("recompute", again), ("backward", layers)):
+            total.add("all_reduce", TP, phase, hidden, strategy.tp, times * has_shared)
+        total.add("all_reduce", TP, "backward", weights, strategy.tp, layers)
+        return
+    for phase, times in (("forward", layers), ("recompute", again)):
+        for primitive in ("all_gather", "reduce_scatter"):
+            total.add(primitive, TP, phase, hidden, strategy.tp, times * has_shared)
+        total.add("all_gather", TP, phase, weights, strategy.tp, times)
+        total.add("all_gather", TP, phase, choices * CHOICE_BYTES, strategy.tp, times)
+    total.add("all_gather", TP, "backward", hidden, strategy.tp, 2 * layers * has_shared)
+    total.add("reduce_scatter", TP, "backward", hidden, strategy.tp, layers * has_shared)
+    total.add("reduce_scatter", TP, "backward", weights, strategy.tp, layers)
+
+
+def add_sequence_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
+    """What routers that have a part of each sequence's tokens ask of the others: shares of choices for a balance loss
+    of each sequence, and all logits for a capacity."""
+    axes = [(TP, strategy.tp, strategy.cp)] if strategy.sequence == "megatron" else []
+    axes += [(CP, strategy.cp, 1)]
+    b, gate = strategy.micro_batch_size, model.gate
+    logits = b * job.seq_length * model.num_experts * strategy.recipe.statistic_bytes
+    for phase, times in zip(("forward", "recompute"), _num_calls(model, strategy, stage), strict=True):
+        for axis, size, parts in axes:
+            shares = b * model.num_experts * SHARE_BYTES
+            total.add("all_reduce", axis, phase, shares, size, times * gate.balances_sequences)
+            total.add("all_gather", axis, phase, logits // parts, size, times * gate.has_capacity)
 
 
 def exchange_bytes(rows: int, hidden_size: int, element_bytes: int) -> int:
@@ -51,16 +82,14 @@ def exchange_bytes(rows: int, hidden_size: int, element_bytes: int) -> int:
 def add_exchange_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
     """Per layer of experts and micro-batch: counts, rows to the experts and back, and backward both again; if loads are
     even over the ranks of ep. With other loads as many calls, and other bytes."""
-    layers, m = num_sparse(model, strategy, stage), strategy.micro_batches_per_stage
+    layers, again = _num_calls(model, strategy, stage)
     if strategy.ep == 1 or not layers:
         return
-    own = strategy.stage_layers(model.num_layers)[stage]
-    again = sum(map(model.is_sparse, own[: strategy.num_recomputed(len(own))])) * (strategy.recompute == "full")
-    rows = expert_rows(model, strategy.micro_batch_size, job.seq_length)
+    rows = expert_rows(model, strategy.micro_batch_size, job.seq_length, strategy.cp)
     payload_bytes = exchange_bytes(rows, model.hidden_size, strategy.recipe.parameter_bytes)
     for phase, times, has_counts in (("forward", layers, 1), ("recompute", again, 1), ("backward", layers, 0)):
-        total.add("all_to_all", EP, phase, COUNT_BYTES * model.num_experts, strategy.ep, m * times * has_counts)
-        total.add("all_to_all", EP, phase, payload_bytes, strategy.ep, 2 * m * times)
+        total.add("all_to_all", EP, phase, COUNT_BYTES * model.num_experts, strategy.ep, times * has_counts)
+        total.add("all_to_all", EP, phase, payload_bytes, strategy.ep, 2 * times)
 
 
 def add_router_traffic(total: Traffic, model: ModelSpec, strategy: Strategy, rank: int) -> None:
@@ -71,3 +100,5 @@ def add_router_traffic(total: Traffic, model: ModelSpec, strategy: Strategy, ran
         return
     total.add("all_reduce", strategy.data_axis, "router", payload_bytes, strategy.data_ranks)
     total.add("all_reduce", PP_MIRROR, "router", payload_bytes, directions)
+    if strategy.sequence == "megatron":
+        total.add("all_reduce", TP, "router", payload_bytes, strategy.tp)

@@ -261,7 +261,7 @@ def _expert_products(spec: ModelSpec, z: _Shape, tp: int, rates: Rates) -> Secon
     rows, num = z.tokens * spec.experts_per_token / spec.num_experts, spec.num_experts
     matrices = 2 if spec.has_gated_experts else 1
     total = rates.layer_product(rows, matrices * ffn, z.hidden, num) + rates.layer_product(rows, z.hidden, ffn, num)
-    total += rates.product(z.tokens, spec.num_experts, z.hidden)
+    total += rates.product(z.b * z.between, spec.num_experts, z.hidden)
     if spec.shared_ffn_size:
         total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, tp), rates)
     return total

@@ -17,7 +17,13 @@ from meshwright.core.placement import kv_group
 from meshwright.core.sharding import Level, sharding
 from meshwright.core.strategy import Strategy
 from meshwright.cost import context
-from meshwright.cost.experts import add_exchange_traffic, add_router_traffic, add_tensor_traffic
+from meshwright.cost.experts import (
+    add_exchange_traffic,
+    add_router_traffic,
+    add_sequence_traffic,
+    add_tensor_traffic,
+    num_sparse,
+)
 from meshwright.cost.grids import Sizes, grid_traffic
 
 SCALAR_BYTES = 8
@@ -64,6 +70,7 @@ def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Itera
         else:
             grid_traffic(total, _grid_sizes(model, job, strategy, index), strategy, stage)
         add_exchange_traffic(total, model, job, strategy, stage)
+        add_sequence_traffic(total, model, job, strategy, stage)
         _pipeline(total, model, job, strategy, stage)
         num_layers = len(strategy.stage_layers(model.num_layers)[stage])
         context.add_attention(total, model, job, strategy, num_layers)
@@ -123,6 +130,7 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
     m, whole = strategy.micro_batches_per_stage, region_bytes(model, job, strategy)
     num_layers = len(strategy.stage_layers(model.num_layers)[stage])
     is_first, is_last = strategy.stage_ends(stage)
+    sparse = m * num_sparse(model, strategy, stage)  # whose rows are kept, and not gathered again
     first, last, layers = m * is_first, m * is_last, m * num_layers
     again = m * strategy.num_recomputed(num_layers) * (strategy.recompute == "full")
     multiplied, passing = _attention_inputs(model)
@@ -139,7 +147,7 @@ def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stag
         add("reduce_scatter", "forward", 2 * layers + first, 0, ())
         add("all_gather", "recompute", again, again, inputs)
         add("reduce_scatter", "recompute", 2 * again, 0, ())
-        add("all_gather", "backward", 3 * layers + last + first, layers, multiplied)
+        add("all_gather", "backward", 3 * layers - sparse + last + first, layers, multiplied)
         add("reduce_scatter", "backward", layers + last, layers, inputs)
     else:
         add("all_reduce", "forward", 2 * layers + first, 0, ())

@@ -197,7 +197,7 @@ class Experts(nn.Module):
             places = places.masked_fill(~choice.kept.flatten(), self.num_experts)  # behind all others
         order = places.argsort(stable=True)
         if choice.kept is not None:
-            order = order[: sum(rows_per_expert(loads, choice.most or 0))].clone()
+            order = order[: sum(rows_per_expert(loads, min(choice.most or 0, len(places))))].clone()
         inverse = torch.empty_like(places)
         inverse[order] = torch.arange(len(order), device=x.device)
         rows = _Permute.apply(x, order, inverse, k, is_whole)
@@ -238,28 +238,52 @@ class LossScales:
         self.num_sequences: torch.Tensor | float = 1.0
 
 
+class Sequences:
+    """What a router asks where it has a part of each sequence's tokens; here it has them all.
+
+    Attributes:
+        num_parts: equal parts of a sequence, of which it has one.
+    """
+
+    num_parts = 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x [...] over all parts, in place."""
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [b, n, ...] of one part as [b, s, ...] of whole sequences, in their order."""
+        return x
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        return x
+
+
 class _Weights(Function):
     """Weights of the chosen experts. Backward adds the gradients of the losses, which are not in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, choice: Choice, router: Router) -> torch.Tensor:
-        kept = () if choice.kept is None else (choice.kept,)
-        ctx.save_for_backward(logits, choice.experts, *kept)
-        ctx.router = router
+    def forward(
+        ctx: Any, logits: torch.Tensor, choice: Choice, router: Router, share: torch.Tensor | None
+    ) -> torch.Tensor:
+        further = [x for x in (choice.kept, share) if x is not None]
+        ctx.save_for_backward(logits, choice.experts, *further)
+        ctx.router, ctx.has_kept, ctx.has_share = router, choice.kept is not None, share is not None
         return combine_weights(logits.flatten(0, 1), choice, router.spec.gate)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, experts, *kept = ctx.saved_tensors
-        router, choice = ctx.router, Choice(experts, kept[0] if kept else None)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, experts, *further = ctx.saved_tensors
+        router, choice = ctx.router, Choice(experts, further[0] if ctx.has_kept else None)
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             total = (combine_weights(leaf.flatten(0, 1), choice, router.spec.gate) * grad).sum()
             if router.scales is not None:
-                total = total + router.losses(leaf, choice)
+                total = total + router.losses(leaf, choice, further[-1] if ctx.has_share else None)
             (grad_logits,) = torch.autograd.grad(total, leaf)
-        return grad_logits, None, None
+        return grad_logits, None, None, None
 
 
 class Router(nn.Module):
@@ -271,6 +295,7 @@ class Router(nn.Module):
             expert, sums of normalised scores by expert; then balance losses, z-losses, sequences and tokens.
         counts: False while a forward is run again, whose tokens `statistics` have already.
         generator: of the gate's noise; None: there is none.
+        sequences: where the other tokens of the sequences are; `parallel.routers` sets it.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -285,13 +310,34 @@ class Router(nn.Module):
         self.statistics: torch.Tensor | None = None
         self.counts = True
         self.generator: torch.Generator | None = None
+        self.sequences = Sequences()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Choice]:
         logits = self._logits(x)
-        choice = select(logits, self.bias, self.spec)
+        choice = self._choose(logits)
+        share = self._whole_share(choice, logits.shape[:2])
         if self.statistics is not None and self.counts:
-            self._count(logits, choice, self.statistics)
-        return _Weights.apply(logits, choice, self), choice
+            self._count(logits, choice, share, self.statistics)
+        return _Weights.apply(logits, choice, self, share), choice
+
+    def _choose(self, logits: torch.Tensor) -> Choice:
+        """The choice of these tokens [b, n, E]. A gate with a capacity looks at the whole sequences."""
+        if self.sequences.num_parts == 1 or not self.spec.gate.has_capacity:
+            return select(logits, self.bias, self.spec)
+        whole = select(self.sequences.gather(logits.detach()), self.bias, self.spec)
+        assert whole.kept is not None
+        parts = (
+            self.sequences.own(x.unflatten(0, (len(logits), -1))).flatten(0, 1) for x in (whole.experts, whole.kept)
+        )
+        return Choice(*parts, whole.most)
+
+    @torch.no_grad()
+    def _whole_share(self, choice: Choice, shape: torch.Size) -> torch.Tensor | None:
+        """f of each sequence [b, E] over all of its tokens, where a loss needs it and some are elsewhere."""
+        if self.sequences.num_parts == 1 or self.scales is None or not self.spec.gate.balances_sequences:
+            return None
+        own = shares(choice.experts.view(*shape, -1), self.spec.num_experts)
+        return self.sequences.sum(own / self.sequences.num_parts)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         gate, generator = self.spec.gate, self.generator
@@ -303,15 +349,21 @@ class Router(nn.Module):
         logits = _Logits.apply(x, self.weight)
         return logits + torch.empty_like(logits).normal_(generator=generator) * self.noise(x)
 
-    def losses(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """Sum of this layer's losses over these sequences [b, s, E], times what `scales` says."""
+    def losses(self, logits: torch.Tensor, choice: Choice, share: torch.Tensor | None) -> torch.Tensor:
+        """Sum of this layer's losses over these tokens [b, n, E], times what `scales` says.
+
+        Args:
+            share: f of their sequences [b, E]; None: all tokens of these are here.
+        """
         gate, scales = self.spec.gate, self.scales
         assert scales is not None
         total = torch.zeros((), dtype=logits.dtype, device=logits.device)
         if gate.balance_loss:
-            if gate.balance_over == "sequence":
-                share = shares(choice.experts.view(*logits.shape[:2], -1), logits.shape[-1])
-                whole = balance_loss(logits, share, gate).sum() / scales.num_sequences
+            if gate.balances_sequences:
+                if share is None:
+                    share = shares(choice.experts.view(*logits.shape[:2], -1), logits.shape[-1])
+                num_parts = scales.num_sequences * self.sequences.num_parts
+                whole = balance_loss(logits, share, gate).sum() / num_parts
             else:
                 whole = balance_loss(logits, self._share(), gate).sum() * logits.shape[1] / scales.num_tokens
             total = total + gate.balance_loss * whole
@@ -326,15 +378,17 @@ class Router(nn.Module):
         return chosen / chosen.sum()
 
     @torch.no_grad()
-    def _count(self, logits: torch.Tensor, choice: Choice, statistics: torch.Tensor) -> None:
-        num, gate = self.spec.num_experts, self.spec.gate
-        share = shares(choice.experts.view(*logits.shape[:2], -1), num)
-        statistics[:num] += share.sum(0) * logits.shape[1] * choice.experts.shape[1]
+    def _count(
+        self, logits: torch.Tensor, choice: Choice, share: torch.Tensor | None, statistics: torch.Tensor
+    ) -> None:
+        num, gate, num_parts = self.spec.num_experts, self.spec.gate, self.sequences.num_parts
+        own = shares(choice.experts.view(*logits.shape[:2], -1), num)
+        statistics[:num] += own.sum(0) * logits.shape[1] * choice.experts.shape[1]
         statistics[num : 2 * num] += choice.loads(num)
         statistics[2 * num : 3 * num] += normalised_scores(logits, gate).sum((0, 1))
-        statistics[3 * num] += balance_loss(logits, share, gate).sum()
+        statistics[3 * num] += balance_loss(logits, own if share is None else share, gate).sum() / num_parts
         statistics[3 * num + 1] += z_loss(logits).sum()
-        statistics[3 * num + 2] += logits.shape[0]
+        statistics[3 * num + 2] += logits.shape[0] / num_parts
         statistics[3 * num + 3] += logits.shape[0] * logits.shape[1]
 
 

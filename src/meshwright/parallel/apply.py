@@ -43,7 +43,7 @@ from meshwright.parallel.offload.activations import KeptActivations
 from meshwright.parallel.offload.tier import HostTier
 from meshwright.parallel.offload.unseen import UnseenTier
 from meshwright.parallel.pipeline import StageRunner
-from meshwright.parallel.routers import Routers
+from meshwright.parallel.routers import CutSequences, Routers
 from meshwright.parallel.shards import gather_start
 from meshwright.parallel.states import DTYPES, FlatStates
 from meshwright.schedule.build import program
@@ -313,7 +313,7 @@ class ParallelModel:
         total[0], total[1] = counted, len(shares)
         if self.routers is not None:
             total[2] = sum(share.tokens.numel() for share in shares)
-            total[3] = sum(len(share.tokens) for share in shares)
+            total[3] = sum(len(share.tokens) for share in shares) / self.strategy.cp
         with self.mesh.ledger.phase("count"):
             all_reduce(total, self.mesh[self.strategy.data_axis])
         needs_equal = self.strategy.reduces_each or self.strategy.ep > 1
@@ -393,6 +393,8 @@ def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) 
     axes = [strategy.data_axis]
     is_mirrored = strategy.pipeline_schedule.num_directions > 1
     axes += [PP_MIRROR] if is_mirrored else []
+    cuts_over_tp = strategy.sequence == "megatron"
+    axes += [TP] if cuts_over_tp else []
 
     def sum_up(x: torch.Tensor) -> None:
         with mesh.ledger.phase("router"):
@@ -408,6 +410,7 @@ def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) 
         sum_up,
         counts_once=data_index == 0 and not is_twin,
         noise_key=2 * data_index + is_twin,
+        sequences=CutSequences(mesh[CP], strategy.context.balance, mesh[TP] if cuts_over_tp else None),
     )
 
 

@@ -7,7 +7,8 @@ What it divides:
                            AR in backward                                                          AR in forward
 
 All ranks of a tp group route alike: router and weights are whole on each. So a token's output is summed over tp once,
-after its experts' outputs were, and the gradient of the weights too.
+after its experts' outputs were, and the gradient of the weights too. With Megatron's sequence parallelism each routes
+its own tokens, and the experts take those of all tp ranks: x, weights and choices are gathered, and y is scattered.
 With ep, rank q holds experts q·E/e to (q+1)·E/e, and tokens travel:
 
     rows by expert [n,h] ──all-to-all──▶ rows for own experts, of each rank in turn ─▶ experts ─▶ ──all-to-all──▶ [n,h]
@@ -22,14 +23,23 @@ more over tp; over ep two exchanges of k·T rows forward and two backward; `cost
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from meshwright.comm.collectives import all_reduce, all_to_all
-from meshwright.comm.differentiable import all_to_all_first, copy_to, reduce_from
+from meshwright.comm.collectives import all_gather, all_reduce, all_to_all
+from meshwright.comm.differentiable import (
+    all_to_all_first,
+    copy_to,
+    gather_first_partial,
+    reduce_from,
+    reduce_scatter_first,
+)
 from meshwright.comm.mesh import Axis
+from meshwright.core.layouts import SequenceKind
 from meshwright.core.model import ModelSpec
 
 Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
@@ -120,7 +130,26 @@ def share(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> None:
             experts.register_forward_hook(lambda _, inputs, out: all_reduce(out, axis))
 
 
-def cut(experts: nn.Module, axis: Axis) -> None:
-    """Let a layer's experts take whole inputs, and give whole outputs, over tp. Weights are cut by placement."""
-    experts.register_forward_pre_hook(lambda _, inputs: (*(copy_to(x, axis) for x in inputs[:2]), *inputs[2:]))
-    experts.register_forward_hook(lambda _, inputs, out: reduce_from(out, axis))
+def cut(experts: nn.Module, axis: Axis, sequence: SequenceKind = "none") -> None:
+    """Let a layer's experts take and give whole inputs and outputs over tp, or a rank's tokens of them. Weights are cut
+    by placement."""
+    if sequence == "megatron":
+        experts.register_forward_pre_hook(lambda _, inputs: _together(*inputs, axis))
+        experts.register_forward_hook(lambda _, inputs, out: reduce_scatter_first(out, axis))
+    else:
+        experts.register_forward_pre_hook(lambda _, inputs: (*(copy_to(x, axis) for x in inputs[:2]), *inputs[2:]))
+        experts.register_forward_hook(lambda _, inputs, out: reduce_from(out, axis))
+
+
+def _together(
+    x: torch.Tensor, weights: torch.Tensor, choice: Any, axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Tokens, their weights and experts, of all tp ranks one after the other."""
+    own = choice.experts if choice.kept is None else torch.where(choice.kept, choice.experts, ~choice.experts)
+    own = own.to(torch.int32)  # what is not kept is negative
+    found = all_gather(own.new_empty((len(own) * axis.size, own.shape[1])), own.contiguous(), axis).long()
+    if choice.kept is None:
+        chosen = replace(choice, experts=found)
+    else:
+        chosen = replace(choice, experts=torch.where(found < 0, ~found, found), kept=found >= 0)
+    return gather_first_partial(x, axis), gather_first_partial(weights, axis), chosen

@@ -7,7 +7,13 @@ that train on other tokens:
 
 A loss over the batch needs the shares f of all tokens before the first backward: there the sum comes then, and every
 forward of the step before it (rule `balance`). The others need no communication of their own.
-What it costs: an all-reduce of the statistics per step; phase `router` in `cost.traffic`.
+What it costs: an all-reduce of the statistics per step; phase `router` in `cost.traffic`; `cost.experts`.
+
+Where a sequence's tokens lie on several ranks (context parallelism, Megatron's sequence parallelism), routing is by
+token as ever. What is of a whole sequence comes from all of its ranks:
+
+    balance loss over sequences    f [b, E] ──all_reduce──▶ of whole sequences
+    capacity, expert choice        logits [b, n, E] ──all_gather──▶ [b, s, E] ─▶ choice ─▶ own tokens of it
 
 Sources: Qiu et al. 2025 (balance over the batch), Wang et al. 2024 (biases).
 """
@@ -17,11 +23,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
 
+from meshwright.comm.collectives import all_gather, all_reduce
+from meshwright.comm.mesh import Axis
+from meshwright.core.layouts import Balance
 from meshwright.core.model import ModelSpec
+from meshwright.core.tokens import positions
 
 
 @dataclass(slots=True)
@@ -44,7 +55,7 @@ class RouterReport:
     taken: torch.Tensor
     """[layers, E]: tokens that it took."""
     balance: torch.Tensor
-    """[layers]: E · Σ f·p as the gate takes it, without its coefficient."""
+    """[layers]: E · Σ f·p as the gate takes it, without its coefficient; over the batch where it takes none."""
     z: torch.Tensor
     """[layers]: mean squared log-sum-exp."""
 
@@ -59,6 +70,48 @@ class RouterReport:
         return self.chosen.amax(1) / self.chosen.mean(1).clamp(min=1)
 
 
+class CutSequences:
+    """Sequences whose tokens lie on the ranks of `cp`, and each of these shares on those of `tp`.
+
+    Args:
+        cp: the axis of context parallelism.
+        balance: which tokens each of its ranks has.
+        tp: the axis over which a share is cut in turn, neighbours together; None: it is not.
+    """
+
+    def __init__(self, cp: Axis, balance: Balance, tp: Axis | None) -> None:
+        self._cp, self._balance, self._tp = cp, balance, tp
+        self._axes = [axis for axis in (tp, cp) if axis is not None and axis.size > 1]
+        self.num_parts = prod(axis.size for axis in self._axes)
+        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x [...] over all parts, in place."""
+        for axis in self._axes:
+            all_reduce(x, axis)
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [b, n, ...] of one part as [b, s, ...] of whole sequences, in their order."""
+        for axis in self._axes:
+            parts = all_gather(x.new_empty((axis.size, *x.shape)), x.contiguous().unsqueeze(0), axis)
+            x = parts.movedim(0, 1).flatten(1, 2)
+        return x.index_select(1, self._table(x.shape[1], x.device)[0])
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        return x.index_select(1, self._table(x.shape[1], x.device)[1])
+
+    def _table(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(where in the parts, one behind the other, each token of a sequence stands [s]; own positions [n])."""
+        if (length, device) not in self._tables:
+            cp, tp = self._cp, self._tp
+            by_rank = [torch.tensor(positions(self._balance, length, cp.size, rank)) for rank in range(cp.size)]
+            own = by_rank[cp.index] if tp is None else by_rank[cp.index].chunk(tp.size)[tp.index]
+            self._tables[length, device] = torch.cat(by_rank).argsort().to(device), own.to(device)
+        return self._tables[length, device]
+
+
 class Routers:
     """The routers of some layers.
 
@@ -68,6 +121,7 @@ class Routers:
         sum_up: sums a tensor over all ranks whose tokens differ, in place.
         counts_once: whether this rank is the one of those with the same layers that reports their losses (but for tp).
         noise_key: of the gate's noise; equal on ranks that route the same tokens.
+        sequences: where the other tokens of a sequence are; None: there are none.
     """
 
     def __init__(
@@ -79,6 +133,7 @@ class Routers:
         *,
         counts_once: bool = True,
         noise_key: int = 0,
+        sequences: CutSequences | None = None,
     ) -> None:
         self._routers, self._spec, self._sum_up = dict(routers), spec, sum_up
         self.counts_once, self._noise_key = counts_once, noise_key
@@ -88,6 +143,8 @@ class Routers:
         self.step = 0
         """Counts steps, for the gate's noise."""
         for router in self._routers.values():
+            if sequences is not None:
+                router.sequences = sequences
             if router.bias is not None:
                 router.bias = torch.zeros_like(router.bias, device=device) if router.bias.is_meta else router.bias
 
@@ -161,7 +218,7 @@ class Routers:
         num, gate = self._spec.num_experts, self._spec.gate
         chosen, taken, scores, sums = self.statistics.clone().split([num, num, num, 4], dim=1)
         balance, z, sequences, tokens = sums.unbind(1)
-        if gate.balance_over == "batch":
+        if not gate.balances_sequences:
             mean = scores / tokens.clamp(min=1).unsqueeze(1)
             balance = num * (chosen / chosen.sum(1, keepdim=True).clamp(min=1) * mean).sum(1)
         else:

@@ -185,7 +185,7 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind 
         if replacement is not None:
             setattr(model.get_submodule(parent), child, replacement)
         if child == EXPERTS:
-            experts.cut(module, axis)
+            experts.cut(module, axis, sequence)
 
 
 def _region(path: str, axis: Axis, sequence: SequenceKind) -> Region:

@@ -74,7 +74,8 @@ def _follows_loads(plan: Plan) -> Follows:
     gate = plan.model.gate
     if plan.strategy.ep > 1:
         return "freely"
-    return "at most" if plan.model.num_experts and gate.capacity_factor is not None else "no"
+    is_bound = gate.capacity_factor is not None or (gate.has_capacity and plan.strategy.cp > 1)
+    return "at most" if plan.model.num_experts and is_bound else "no"
 
 
 def rehearsed_differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
@@ -96,7 +97,10 @@ def rehearsed_differences(plan: Plan, records: Iterable[RankRecord]) -> list[Dif
 def _odd_row_bytes(plan: Plan) -> int:
     """Of a row, where the ranks of ep cannot have equally many: a rehearsal gives some of them one more."""
     model, strategy = plan.model, plan.strategy
-    if strategy.ep == 1 or expert_rows(model, strategy.micro_batch_size, plan.job.seq_length) % strategy.ep == 0:
+    if (
+        strategy.ep == 1
+        or expert_rows(model, strategy.micro_batch_size, plan.job.seq_length, strategy.cp) % strategy.ep == 0
+    ):
         return 0
     return exchange_bytes(1, model.hidden_size, strategy.recipe.parameter_bytes)
 
