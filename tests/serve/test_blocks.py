@@ -114,7 +114,8 @@ def test_random_traces_account_for_every_block(data: st.DataObject):
 
 
 def test_blocks_and_scheduler_need_no_torch():
-    names = [f"meshwright.serve.{name}" for name in ("options", "request", "blocks", "scheduler", "text")]
+    light = ("options", "request", "blocks", "scheduler", "text", "servable", "workload", "bench")
+    names = [f"meshwright.serve.{name}" for name in light]
     code = f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr

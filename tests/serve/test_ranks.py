@@ -20,7 +20,7 @@ from meshwright.run.served import open_model
 from meshwright.serve.engine import Engine
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams
-from meshwright.serve.runner import check_servable
+from meshwright.serve.servable import check_servable
 from tests.models.tiny import SPECS, random_model, random_tokens
 
 OPTIONS = ServeOptions(block_size=4, num_blocks=14, step_tokens=9)

@@ -40,7 +40,7 @@ def serve_command(
     from meshwright.run.launch import enter_ranks
     from meshwright.run.served import open_model
     from meshwright.serve.options import ServeOptions
-    from meshwright.serve.runner import check_servable
+    from meshwright.serve.servable import check_servable
 
     options = ServeOptions(
         cache_bytes=cache_mib * 2**20, block_size=block_size, step_tokens=step_tokens, max_running=max_running,

@@ -87,16 +87,12 @@ def plan(spec: ModelSpec, cluster: ClusterSpec, asked: Requests, fix: Sequence[s
 
 
 def _not_served(made: ServingPlan) -> str | None:
-    """Why `meshwright serve` refuses the plan; only what not every model has is asked of the engine, which is slow to
-    import."""
+    """Why `meshwright serve` refuses the plan."""
     from meshwright.core.errors import UnsupportedError
+    from meshwright.serve.servable import check_servable
 
     if made.layout.ep > 1:
         return f"ep={made.layout.ep}: `meshwright serve` runs no replicas that share experts; --fix ep=1 plans without"
-    if not made.model.num_experts and made.model.latent is None:
-        return None
-    from meshwright.serve.runner import check_servable
-
     try:
         check_servable(made.model, made.strategy)
     except UnsupportedError as error:

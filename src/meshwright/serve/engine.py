@@ -36,9 +36,10 @@ from meshwright.serve.batch import Batch, make_batch, wants_all
 from meshwright.serve.blocks import BlockManager
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import MAX_SEED, Finish, SamplingParams, Sequence, sequences
-from meshwright.serve.runner import Runner, Weights, check_servable
+from meshwright.serve.runner import Runner, Weights
 from meshwright.serve.sampler import Choice, Logprobs, choose, logprobs_of
 from meshwright.serve.scheduler import Chunk, Scheduler
+from meshwright.serve.servable import check_servable
 from meshwright.serve.text import Detokenizer, StopFinder
 
 STOP, NOTHING = 0, -1

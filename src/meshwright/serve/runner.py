@@ -17,7 +17,6 @@ from meshwright.comm.collectives import all_gather
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.core.axes import EP, PP, TP
-from meshwright.core.errors import UnsupportedError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement, dim_range, largest_part, placements
 from meshwright.core.strategy import Strategy
@@ -28,38 +27,12 @@ from meshwright.serve import layers, linear, native
 from meshwright.serve.attention import PagedCore, Step, StepRope
 from meshwright.serve.batch import Batch
 from meshwright.serve.latent import PagedLatentAttention
+from meshwright.serve.servable import check_servable
 
 Weights = Callable[[tuple[Placement, ...]], Iterable[torch.Tensor]]
 """What a rank holds → the values of each box, in the same order. All ranks call it together."""
 
 HIDDEN_TAG, LOGITS_TAG = 0, 1
-
-
-def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
-    """Raises UnsupportedError where a model, or a way to divide it, cannot be served."""
-    s = strategy
-    for what, is_set in (
-        (f"dp={s.dp}", s.dp > 1 and s.ep == 1),
-        (f"dp={s.dp} with expert.degree={s.ep}", s.ep > 1 and s.dp != s.ep),
-        (f"context.degree={s.cp}", s.cp > 1),
-        (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"sequence={s.sequence}", s.sequence != "none"),
-        (f"zero={s.zero}", s.zero > 0),
-        ("offload", s.offload.is_used),
-        (f"tile={s.tile}", s.tile > 1),
-        (f"{s.num_parts} parts on pp={s.pp} ranks", s.pp > 1 and s.num_parts != s.pp),
-        (f"schedule={s.schedule}", s.pp > 1 and s.pipeline_schedule.num_directions > 1),
-    ):
-        if is_set:
-            raise UnsupportedError(
-                f"{what}: serving divides a model over tp and pp, and its experts over all ranks of dp "
-                "(expert.degree=dp); take it out of the plan"
-            )
-    if spec.num_experts and spec.gate.capacity_factor is not None:
-        raise UnsupportedError(
-            f"`{spec.name}` has experts of limited capacity: which tokens they drop depends on all that run together, "
-            "so that an answer would depend on its neighbours; serve a model without"
-        )
 
 
 class Runner:
@@ -75,7 +48,7 @@ class Runner:
         block_size: tokens of one.
 
     Raises:
-        UnsupportedError: what :func:`check_servable` refuses.
+        UnsupportedError: what :func:`~meshwright.serve.servable.check_servable` refuses.
     """
 
     def __init__(
