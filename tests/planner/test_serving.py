@@ -11,6 +11,7 @@ from meshwright.core.errors import InputError, MeshwrightError, RuleError
 from meshwright.core.plan import Plan
 from meshwright.core.serving import Layout, Requests, ServingPlan, broken_rules, is_serving
 from meshwright.core.sources import load_cluster, load_model
+from meshwright.cost.steady import CACHE
 from meshwright.planner.explain_serving import decode_curve, turning_point
 from meshwright.planner.fix_serving import parse_layout
 from meshwright.planner.serving import ServingForecast, forecast, layouts, plan_serving, priced
@@ -239,3 +240,18 @@ def test_what_the_engine_does_not_run_is_noted(
     shown = capsys.readouterr().out
     assert words in shown
     assert ("note:" in shown) == bool(words)
+
+
+def test_a_cache_of_cpu_ranks_is_no_larger_than_what_may_run(capsys: pytest.CaptureFixture[str]):
+    """Their memory is others' too; with devices of their own the whole rest is cache."""
+    result = plan_serving(
+        load_model("demo-s"),
+        load_cluster("local:2"),
+        Requests(prompt_tokens=64, output_tokens=32, rate_per_s=1),
+        {"tp": 2, "pp": 1},
+    )
+    layout = result.plan.layout
+    assert layout.num_blocks == (layout.max_running + 1) * 6
+    assert result.forecast.most.limit != CACHE
+    assert main(["plan", "demo-s", "local:2", "--serve", "--prompt", "64", "--output", "32", "--fix", "tp=2"]) == 0
+    assert "is the only layout that fits and sustains 1 requests/s" in " ".join(capsys.readouterr().out.split())

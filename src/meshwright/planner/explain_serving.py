@@ -86,7 +86,8 @@ def sequences_of(forecast: ServingForecast) -> int:
 
 def _verdict(winner: ServingForecast, result: ServingResult) -> str:
     layout, rate = winner.layout, winner.requests.rate_per_s
-    others = counted(len(result.ranked), "layout")
+    many = f"answers most per device of the {len(result.ranked)} layouts that fit and sustain"
+    found = many if len(result.ranked) > 1 else "is the only layout that fits and sustains"
     enough = winner.needed_replicas
     spare = (
         f" {counted(enough, 'replica')}, {counted(enough * layout.tp * layout.pp, 'device')}, would do."
@@ -94,7 +95,7 @@ def _verdict(winner: ServingForecast, result: ServingResult) -> str:
         else ""
     )
     return (
-        f"{layout.describe()} answers most per device of the {others} that fit and sustain {rate:g} requests/s: at "
+        f"{layout.describe()} {found} {rate:g} requests/s: at "
         f"most {winner.most_per_s:.3g} requests/s, {winner.tokens_per_device_s:,.0f} tokens/s on each of "
         f"{counted(layout.num_devices, 'device')}, where {winner.most.limit}. The asked rate is "
         f"{winner.utilisation:.0%} of that.{spare}"

@@ -298,7 +298,7 @@ def _sized(
         return Refused(layout, "memory", _too_large(memory, needed, cluster))
     running = asked if "max_running" in fix else min(asked, blocks // per_request)
     if cluster.backend == "gloo" and "num_blocks" not in fix:
-        blocks = min(blocks, running * per_request)
+        blocks = min(blocks, (running + 1) * per_request)
     sized = layout.model_copy(update={"num_blocks": blocks, "max_running": running})
     return forecast(model, cluster, requests, sized, weights, ROUGHLY)
 
