@@ -381,3 +381,13 @@ def test_a_servers_own_code_takes_what_was_measured():
     found = seconds(StepCosts(SMALL, Layout(precision="fp32"), cluster), Work(8, 64, num_rows=8))
     assert found[HOST] == pytest.approx(1e-3 + 4 * 1e-4 + 8 * 1e-5)
     assert seconds(StepCosts(SMALL, Layout(precision="fp32"), local), Work(8, 64, num_rows=8))[HOST] == 0
+
+
+@pytest.mark.parametrize(("precision", "tokens_per_s"), [("fp32", 82), ("bf16", 164)])
+def test_a_model_of_125_million_decodes_no_faster_than_memory(precision: str, tokens_per_s: float):
+    """The limit that 32.9 GB/s set to engines for CPUs, for a Llama of about that shape."""
+    local, fast = load_cluster("local:1"), {"fp32": 1e15, "bf16": 1e15}
+    change = {"memory_bandwidth_bytes_per_s": 32.9e9, "peak_flops_per_s": fast}
+    cluster = local.model_copy(update={"device": local.device.model_copy(update=change)})
+    costs = StepCosts(load_model("demo-l"), Layout(precision=precision), cluster)
+    assert seconds(costs, Work(1, 1, num_rows=1))[WEIGHTS] == pytest.approx(1 / tokens_per_s, rel=0.12)

@@ -92,7 +92,7 @@ def on_ranks(rank: int, world: int) -> m.Measured:
     from meshwright.comm.mesh import Mesh
 
     m.SHAPES, m.LENGTHS, m.CALL_BYTES, m.STREAM_NUMEL = ((64, 64, 64),), (64, 128), (2**12, 2**16), 2**16
-    served.OUTPUTS, served.INPUTS, served.STEPS = 64, 64, 6
+    served.NUM_WEIGHTS, served.OUTPUTS, served.INPUTS, served.STEPS = 2, 64, 64, 6
     by_node, in_line = Mesh.create({"dp": world}, dp_local=2), Mesh.create({"pp": world})
     return m.measure(by_node, in_line, 0.001, lambda what: None)
 

@@ -1,6 +1,6 @@
 """What a server's products and its own code take on CPU ranks, measured by all ranks at once.
 
-few rows   seconds of [rows, k] × [k, n] with weights that the server has laid out, larger than a cache: decoding
+few rows   seconds of [rows, k] × [k, n] with weights that the server has laid out, many in turn: decoding
            reads each weight once for a few rows, at rates that neither memory bandwidth nor large products tell
 host       steps of models so small that only the code around the products takes time: what each step, each layer
            and each sequence adds
@@ -25,7 +25,8 @@ from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams
 
 ROWS = (1, 4, 16, 64)
-OUTPUTS, INPUTS = 16384, 1024
+NUM_WEIGHTS, OUTPUTS, INPUTS = 24, 3072, 1024
+"""Together larger than a cache, each of a usual size."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = ModelSpec(
     name="small", family="llama", vocab_size=256, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2,
@@ -61,12 +62,13 @@ def _few_rows(seconds: Timer) -> Iterator[tuple[str, int, float]]:
     """(dtype, rows, FLOP/s) of each dtype that the server has a product for."""
     for name, dtype in DTYPES.items():
         try:
-            product = product_of(torch.ones(OUTPUTS, INPUTS, dtype=dtype), None)
+            products = [product_of(torch.ones(OUTPUTS, INPUTS, dtype=dtype), None) for _ in range(NUM_WEIGHTS)]
         except (AttributeError, RuntimeError):  # this processor, or build of PyTorch, has none
             continue
         for rows in ROWS:
             x = torch.ones(1, rows, INPUTS, dtype=dtype)
-            yield name, rows, 2 * rows * OUTPUTS * INPUTS / seconds(lambda x=x, product=product: product(x))
+            flops = 2 * rows * OUTPUTS * INPUTS * NUM_WEIGHTS
+            yield name, rows, flops / seconds(lambda x=x, each=products: [product(x) for product in each])
 
 
 class _Alone(Engine):
