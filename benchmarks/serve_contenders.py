@@ -1,0 +1,190 @@
+"""What `benchmarks/serve.py` runs, one engine in each process: requests in, the time of every token out.
+
+    python benchmarks/serve_contenders.py NAME FOLDER DTYPE THREADS
+
+Reads one JSON line per round, {"prompts": [[id, ...], ...], "max_tokens": n}, and answers with the seconds after the
+round's begin at which each request's tokens came. Imports nothing of meshwright but for `meshwright`, since other
+engines live in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Round = Callable[[list, int], list]
+"""(prompts, tokens of each answer) → for each request the seconds of its tokens."""
+CACHE_GIB = 1
+
+
+def meshwright(folder: str, dtype: str, threads: int) -> Round:
+    import torch
+
+    from meshwright.run.served import open_model
+    from meshwright.serve.options import ServeOptions
+    from meshwright.serve.request import SamplingParams
+
+    torch.set_num_threads(threads)
+    engine = open_model(Path(folder)).engine(options=ServeOptions(prefix_cache=False))
+    inner_s = [0.0]
+    plain_run = engine.runner.run
+
+    def run(batch):
+        began_s = time.perf_counter()
+        logits = plain_run(batch)
+        inner_s[0] += time.perf_counter() - began_s
+        return logits
+
+    engine.runner.run = run
+
+    def one_round(prompts: list, max_tokens: int) -> list:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        began_s, inner_s[0] = time.perf_counter(), 0.0
+        times = {engine.submit(prompt, params)[0]: [] for prompt in prompts}
+        while not engine.is_idle:
+            for event in engine.step():
+                times[event.sequence].append(time.perf_counter() - began_s)
+        one_round.outside = 1 - inner_s[0] / (time.perf_counter() - began_s)
+        return list(times.values())
+
+    return one_round
+
+
+def transformers(folder: str, dtype: str, threads: int) -> Round:
+    import torch
+    from transformers import AutoModelForCausalLM, StoppingCriteria
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    class Clock(StoppingCriteria):
+        def __init__(self) -> None:
+            self.began_s, self.times = time.perf_counter(), []
+
+        def __call__(self, input_ids, scores, **rest):
+            self.times.append(time.perf_counter() - self.began_s)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def one_round(prompts: list, max_tokens: int) -> list:
+        ids, clock = torch.tensor(prompts), Clock()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=max_tokens,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[clock],
+        )
+        return [clock.times for _ in prompts]
+
+    return one_round
+
+
+def openvino(folder: str, dtype: str, threads: int) -> Round:
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    converted = Path(f"{folder}-openvino")
+    if not converted.exists():
+        _convert(folder, converted)
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.dynamic_split_fuse = CACHE_GIB, 256, True
+    hint = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    settings = {"INFERENCE_PRECISION_HINT": hint}
+    if threads != len(os.sched_getaffinity(0)):  # a number of threads beside bf16 ends in a crash (2026.4, AMX)
+        settings["INFERENCE_NUM_THREADS"] = threads
+    pipe = genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU", settings)
+    next_id = [0]
+
+    def one_round(prompts: list, max_tokens: int) -> list:
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        began_s, handles, times = time.perf_counter(), [], []
+        for prompt in prompts:
+            next_id[0] += 1
+            handles.append(pipe.add_request(next_id[0], ov.Tensor(np.array([prompt], dtype=np.int64)), config))
+            times.append([])
+        while pipe.has_non_finished_requests():
+            pipe.step()
+            now_s = time.perf_counter() - began_s
+            for handle, own in zip(handles, times):
+                while handle.can_read():
+                    found = handle.read()
+                    own += [now_s] * sum(len(output.generated_ids) for output in found.values())
+        return times
+
+    return one_round
+
+
+def _convert(folder: str, converted: Path) -> None:
+    from openvino_tokenizers import convert_tokenizer
+    from optimum.intel import OVModelForCausalLM
+    from transformers import AutoTokenizer
+
+    model = OVModelForCausalLM.from_pretrained(folder, export=True, load_in_8bit=False, compile=False)
+    model.save_pretrained(converted)
+    import openvino as ov
+
+    pair = convert_tokenizer(AutoTokenizer.from_pretrained(folder), with_detokenizer=True)
+    for part, name in zip(pair, ("tokenizer", "detokenizer")):
+        ov.save_model(part, converted / f"openvino_{name}.xml")
+
+
+def vllm(folder: str, dtype: str, threads: int) -> Round:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE_GIB))
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=folder,
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=512,
+            enable_prefix_caching=False,
+        )
+    )
+
+    def one_round(prompts: list, max_tokens: int) -> list:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        began_s, times, seen = time.perf_counter(), {}, {}
+        for at, prompt in enumerate(prompts):
+            times[str(at)], seen[str(at)] = [], 0
+            engine.add_request(str(at), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                count, key = len(output.outputs[0].token_ids), output.request_id
+                times[key] += [time.perf_counter() - began_s] * (count - seen[key])
+                seen[key] = count
+        return list(times.values())
+
+    return one_round
+
+
+def peak_mib() -> float:
+    """Most memory that this process has held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+
+def main() -> None:
+    name, folder, dtype, threads = sys.argv[1:]
+    answers, sys.stdout = sys.stdout, sys.stderr  # engines print what they like
+    began_s = time.perf_counter()
+    run = globals()[name](folder, dtype, int(threads))
+    print(json.dumps({"ready_s": time.perf_counter() - began_s}), file=answers, flush=True)
+    for line in sys.stdin:
+        times = run(**json.loads(line))
+        outside = getattr(run, "outside", None)
+        print(json.dumps({"times": times, "peak_mib": peak_mib(), "outside": outside}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
