@@ -13,7 +13,8 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.generate import generate
 from meshwright.serve.engine import Answer, Engine
 from meshwright.serve.options import ServeOptions
-from meshwright.serve.request import SamplingParams
+from meshwright.serve.request import SamplingParams, sequences, uniform
+from meshwright.serve.sampler import choose, draw
 from tests.models.tiny import SPECS, random_model, random_tokens
 from tests.serve.test_text import byte_level
 
@@ -262,3 +263,19 @@ def test_what_cannot_be_served():
         Engine(random_model(SPECS["switch"]))
     with pytest.raises(InputError, match="cache_bytes=10"):
         Engine(model, options=ServeOptions(cache_bytes=10))
+
+
+def test_draws_together_are_draws_alone():
+    logits = torch.randn(5, 97)
+    params = [SamplingParams(temperature=t, seed=t) for t in (1, 2, 3)]
+    made = [
+        sequence
+        for at, own in enumerate([*params, SamplingParams(temperature=0), SamplingParams(top_k=3, seed=4)])
+        for sequence in sequences(at, [1, 2], own, own.seed or 0, 50, 0.0, None)
+    ]
+    found = [choice.token for choice in choose(logits, made, frozenset())]
+    assert found == [choose(logits[at : at + 1], [one], frozenset())[0].token for at, one in enumerate(made)]
+    expected = [draw(logits[at], one.params, uniform(one.seed, 0)) for at, one in enumerate(made[:3])]
+    assert found[:3] == expected
+    assert found[3] == int(logits[3].argmax())
+    assert len({draw(logits[0], params[0], at / 20) for at in range(20)}) > 5, "a control: the number counts"

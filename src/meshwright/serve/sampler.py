@@ -48,6 +48,8 @@ def choose(logits: torch.Tensor, sequences: Ordered[Sequence], end_tokens: froze
         return []
     best = logits.max(dim=-1)
     finite, likeliest = best.values.isfinite().tolist(), best.indices.tolist()
+    together = [row for row, s in enumerate(sequences) if finite[row] and _draws_simply(s.params) and not _changes(s)]
+    drawn = dict(zip(together, _draw_all(logits, best.values, together, sequences)))
     choices = []
     for row, sequence in enumerate(sequences):
         if not finite[row]:
@@ -55,13 +57,46 @@ def choose(logits: torch.Tensor, sequences: Ordered[Sequence], end_tokens: froze
             continue
         params, own = sequence.params, logits[row]
         changed = change(own, sequence, end_tokens) if _changes(sequence) else own
-        if not params.is_greedy:
+        if row in drawn:
+            token = drawn[row]
+        elif not params.is_greedy:
             token = draw(changed, params, uniform(sequence.seed, len(sequence.output)))
         else:
             token = likeliest[row] if changed is own else int(changed.argmax())
         logprobs = None if params.logprobs is None else logprobs_of(own, token, params.logprobs)
         choices.append(Choice(token, logprobs))
     return choices
+
+
+def _draws_simply(params: SamplingParams) -> bool:
+    """Whether a draw is among all tokens, so that nothing needs to be sorted."""
+    return not (params.is_greedy or params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def _draw_all(logits: torch.Tensor, largest: torch.Tensor, rows: list[int], sequences: Ordered[Sequence]) -> list[int]:
+    """Draws of several rows at once, each as :func:`draw` makes it.
+
+    Args:
+        logits: [n, V].
+        largest: [n], of each row.
+        rows: which of them, all with plain parameters but for the temperature.
+    """
+    if not rows:
+        return []
+    least = torch.finfo(torch.float64).tiny
+    chosen = [sequences[row] for row in rows]
+    wide = {"dtype": torch.float64, "device": logits.device}
+    heat = torch.tensor([max(s.params.temperature, least) for s in chosen], **wide)
+    at = torch.tensor([uniform(s.seed, len(s.output)) for s in chosen], **wide)
+    weights = ((logits[rows] - largest[rows].unsqueeze(1)).double() / heat.unsqueeze(1)).exp_()
+    cumulative = weights.cumsum(1)
+    found = torch.searchsorted(cumulative, (at * cumulative[:, -1]).unsqueeze(1), right=True)
+    found.clamp_(max=weights.shape[1] - 1)
+    has_weight = weights.gather(1, found).ne(0).squeeze(1).tolist()
+    return [
+        token if fine else _invert(weights[row], float(at[row]))
+        for row, (token, fine) in enumerate(zip(found.squeeze(1).tolist(), has_weight))
+    ]
 
 
 def _changes(sequence: Sequence) -> bool:
