@@ -58,8 +58,8 @@ What introductions to large-model training say, the value that a reader should g
 through the functions named. Every row is a test, and this page is written by it (`make docs`).
 
 70B is 70·10⁹ parameters; 1 GB is 10⁹ bytes. S is the size of a whole buffer, p (or t, D) the number of ranks, m
-the number of micro-batches. Numbers that are missing here belong to techniques that are not there yet: sequence and
-context parallelism, mixtures of experts, key/value caches.
+the number of micro-batches. Numbers that are missing here are not checked yet: those of sequence and context
+parallelism, of mixtures of experts, and of advice.
 
 | # | what is said | value | computed | by | verdict |
 | --- | --- | --- | --- | --- | --- |

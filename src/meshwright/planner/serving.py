@@ -168,11 +168,17 @@ def priced(plan: ServingPlan) -> ServingForecast:
     found = forecast(plan.model, plan.cluster, plan.requests, plan.layout)
     name = plan.layout.describe()
     if isinstance(found, Refused):
-        raise RuleError(f"{name} {found.reason}", found.rule)
+        raise RuleError(f"{name} {found.reason}{_smaller_cache(plan) if found.rule == 'memory' else ''}", found.rule)
     if found.utilisation > 1:
         asked, most = plan.requests.rate_per_s, found.most_per_s
         raise RuleError(f"{name} sustains {most:.3g} requests/s, not {asked:g}: {found.most.limit}", "rate")
     return found
+
+
+def _smaller_cache(plan: ServingPlan) -> str:
+    """The largest cache that fits, where it holds a request."""
+    room = most_blocks(serving_memory(plan.model, plan.layout), plan.layout, plan.cluster)
+    return f"; nearest: num_blocks={room}" if room * plan.layout.block_size >= plan.requests.length else ""
 
 
 def forecast(
