@@ -8,8 +8,9 @@
 Of each size all strategies take turns, step by step, in one process group, one thread per rank; a strategy's time is
 the median.
 
-`error` is |forecast / measured - 1|; `choice`: measured time of the strategy that the forecast puts first, over
-the best measured one, by ranks and size.
+`error` is |forecast / measured - 1|; `level` is the median of forecast / measured of a size, and `error beside it`
+that of what is left: a machine that is slower or faster than when it was calibrated changes the level alone. `choice`:
+measured time of the strategy that the forecast puts first, over the best measured one, by ranks and size.
 """
 
 from __future__ import annotations
@@ -136,9 +137,13 @@ def report(pairs: list[str], plot: Path | None) -> None:
                   f"Spearman {spearman([p[1] for p in points], [p[2] for p in points]):.3f}")  # fmt: skip
     for name, group in groups.items():
         best = min(measured for _, measured in group)
+        level = statistics.median(forecast / measured for forecast, measured in group)
+        beside = statistics.median(abs(forecast / measured / level - 1) for forecast, measured in group)
         order = spearman([f for f, _ in group], [m for _, m in group])
+        slower = 100 * (min(group)[1] / best - 1)
         console.print(
-            f"  {name}: choice {100 * (min(group)[1] / best - 1):.1f} % slower than the best, order {order:.2f}"
+            f"  {name}: choice {slower:.1f} % slower than the best, order {order:.2f}; "
+            f"level {level:.2f}, error beside it {100 * beside:.1f} %"
         )
     if plot is not None:
         draw(points, plot)
