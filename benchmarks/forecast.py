@@ -35,6 +35,7 @@ from meshwright.comm import mesh
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
+from meshwright.core.rules import violations
 from meshwright.core.sources import load_cluster
 from meshwright.core.strategy import Strategy
 from meshwright.rehearse.step_fit import TimedStep, step_errors
@@ -71,16 +72,16 @@ STRATEGIES: dict[int, tuple[dict[str, Any], ...]] = {
 
 
 def plans(size: str, cluster: ClusterSpec) -> list[Plan]:
-    """All strategies of a size on the cluster's ranks."""
+    """All strategies of a size on the cluster's ranks, but for those that it does not allow."""
     layers, hidden, vocab, tokens = SIZES[size]
     found = []
     for choice in STRATEGIES[cluster.num_devices]:
         micro_batches = BATCH // (choice.get("dp", 1) * choice["micro_batch_size"])
         strategy = Strategy.model_validate({"schedule": "1f1b", **choice, "num_micro_batches": micro_batches})
         job = Job(seq_length=tokens, global_batch_size=BATCH)
-        found.append(
-            Plan(model=llama(layers, hidden, vocab, tokens, size), cluster=cluster, job=job, strategy=strategy)
-        )
+        model = llama(layers, hidden, vocab, tokens, size)
+        if not violations(strategy, model, cluster, job):
+            found.append(Plan(model=model, cluster=cluster, job=job, strategy=strategy))
     return found
 
 
