@@ -42,7 +42,7 @@ def test_a_fit_finds_what_is_behind_the_steps() -> None:
     assert profile is not None
     assert 1.2 < profile.optimizer_passes < 5.0, "what is proportional to parameters is not told apart exactly"
     assert profile.host.layer_s == pytest.approx(2e-3, rel=0.1)
-    assert profile.host.step_s == pytest.approx(4e-3, rel=0.1)
+    assert profile.host.step_s == pytest.approx(4e-3, rel=0.2)
 
 
 def test_nothing_is_negative() -> None:
