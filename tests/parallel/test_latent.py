@@ -31,8 +31,8 @@ LAYOUTS = [
     ("dense", {"tp": 2, "num_micro_batches": 2}),
     ("plain queries", {"tp": 2, "sequence": "megatron"}),
     ("dense", {"tp": 2, "sequence": "megatron", "recompute": "selective", "zero": 1}),
-    ("v3", {"tp": 2, "recompute": "full"}),
-    ("dense", {"context": {"degree": 2}, "zero": 3}),
+    ("v3", {"tp": 2, "recompute": "full", "sequence": "megatron"}),
+    ("v3", {"context": {"degree": 2}, "zero": 3}),
     ("v3", {"dp": 2, "expert": {"degree": 2}, "zero": 2}),
     ("dense", {"pp": 2, "schedule": "zb-h1", "num_micro_batches": 3}),
     ("dense", {"dp": 2, "zero": 3, "tile": 2}),
@@ -41,8 +41,7 @@ LAYOUTS = [
     ("plain queries", {"context": {"degree": 2, "kind": "ring-self-attention"}, "pp": 2, "num_micro_batches": 2}),
     ("dense", {"tp": 2, "sequence": "megatron", "pp": 2, "schedule": "zb-h1", "num_micro_batches": 3}),
     ("v2", {"tp": 2, "pp": 2, "schedule": "zb-h1", "num_micro_batches": 3}),
-    ("v3", {"dp": 2, "tp": 2, "expert": {"degree": 2}, "zero": 1, "num_micro_batches": 2}),
-    ("v3", {"dp": 2, "pp": 2, "expert": {"degree": 2}, "schedule": "1f1b", "num_micro_batches": 2, "zero": 1}),
+    ("v3", {"dp": 2, "tp": 2, "expert": {"degree": 2}, "zero": 1}),
 ]
 
 
