@@ -1,6 +1,7 @@
 """Our tensor parallelism beside `torch.distributed.tensor.parallel`: same decoder, weights, tokens, ranks and threads.
 
     python benchmarks/tensor.py [--sizes S M] [--ranks 2 4] [--steps 12]
+    python benchmarks/tensor.py --layouts [--sizes S] [--ranks 4 8] [--steps 8]
 
 All contenders take turns, step by step, in one process group, on one thread per rank; who is first rotates.
 
@@ -12,6 +13,13 @@ All contenders take turns, step by step, in one process group, on one thread per
 A step lasts until its slowest rank has done it. `ratio` is ours / torch's of the same turn, sp beside sp: lower
 quartile, median, upper quartile. `best` is the ratio of the fastest steps. `waits` is the share of a step that a rank
 of ours stands still for communication that it has started: what computation does not hide. Nothing is clipped.
+
+With --layouts ours take turns among themselves: 1d and 1d sp where the ranks divide the heads, 2d where they are a
+square, 2.5d and 3d where they are 8. `ratio` is beside the first of these, step by step. `sent MB` is what a rank
+sends in a step, by the ledger, in 10^6 bytes, in so many `calls`; `moved ms` is what these calls take by themselves,
+one after the other, with nothing to compute beside them; `hidden` is the share of it that no rank stands still for:
+1 - waited / moved. What a rank waits for the others to come counts as waited, so that where more ranks than cores take
+turns it can't be told, and is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +29,9 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
+from math import isqrt
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +50,13 @@ from torch.distributed.tensor.parallel import (  # noqa: TID251 (a peer)
     parallelize_module,
 )
 
-from meshwright.comm import mesh
+from meshwright.comm import collectives, mesh
+from meshwright.core.layouts import Tensor
+from meshwright.core.measures import Traffic
 from meshwright.core.strategy import Strategy
 from meshwright.models import init
 from meshwright.models.build import build
+from meshwright.run.engine import make_mesh
 
 OURS = {"1d": "none", "1d sp": "megatron"}
 BASE = {"1d": "torch", "1d sp": "torch sp"}
@@ -134,6 +147,98 @@ def measure(rank: int, ranks: int, meeting_file: str, task: Task) -> tuple[Times
     return seconds, waits
 
 
+def strategies(ranks: int, num_heads: int) -> dict[str, Strategy]:
+    """Our layouts of so many ranks."""
+    found = {name: Strategy(tp=ranks, sequence=kind) for name, kind in OURS.items() if num_heads % ranks == 0}
+    if isqrt(ranks) ** 2 == ranks:
+        found["2d"] = Strategy(tp=ranks, tensor=Tensor(kind="2d"))
+    if ranks == 8:
+        found |= {
+            "2.5d": Strategy(tp=8, tensor=Tensor(kind="2.5d", depth=2)),
+            "3d": Strategy(tp=8, tensor=Tensor(kind="3d")),
+        }
+    return found
+
+
+def call(primitive: str, axis: mesh.Axis, whole: torch.Tensor, root: int) -> None:
+    """One collective of zeros."""
+    block = torch.zeros(len(whole) // axis.size)
+    if primitive == "all_reduce":
+        collectives.all_reduce(whole, axis)
+    elif primitive == "all_gather":
+        collectives.all_gather(whole, block, axis)
+    elif primitive == "reduce_scatter":
+        collectives.reduce_scatter(block, whole, axis)
+    elif primitive == "all_to_all":
+        collectives.all_to_all(torch.empty_like(whole), whole, axis)
+    elif primitive == "broadcast":
+        collectives.broadcast(whole, axis, root)
+    else:
+        assert primitive == "reduce", primitive
+        collectives.reduce(whole, axis, root)
+
+
+def replay(sent: Traffic, world: mesh.Mesh) -> None:
+    """The calls of a step by themselves."""
+    for (primitive, name, _), row in sorted(sent.rows.items()):
+        axis = world[name]
+        numel = row.payload_bytes // row.calls // 4
+        whole = torch.zeros(max(1, numel // axis.size) * axis.size)
+        for at in range(row.calls):
+            call(primitive, axis, whole, at % axis.size)
+
+
+def measure_layouts(rank: int, ranks: int, meeting_file: str, task: Task) -> dict[str, dict[str, list[float]]]:
+    """One rank: layout -> figures of each step."""
+    torch.set_num_threads(1)
+    mesh.start_local(meeting_file, rank, ranks)
+    spec = task.size.spec()
+    weights = build(spec, "cpu")
+    init.initialize(weights, spec, SEED)
+    engines = {}
+    for name, strategy in strategies(ranks, spec.num_heads).items():
+        plan = make_plan(task.size, strategy)
+        engines[name] = our_engine(plan, make_mesh(plan), weights, None)
+    check({name: our_step(engine) for name, engine in engines.items()}, task.size)
+    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in engines}
+    for turn, name, is_measured in rounds(list(engines), task.steps):
+        engine = engines[name]
+        wall, _ = timed(our_step(engine), task.size.batch(0, turn), engine.mesh)
+        waited, sent = sum(engine.last_waits_s.values()), engine.last_traffic
+        moved, _ = timed(lambda *batch: replay(sent, engine.mesh), task.size.batch(0, turn), engine.mesh)  # noqa: B023
+        engine.mesh.ledger.take()
+        engine.mesh.ledger.take_waits()
+        if is_measured:
+            calls = sum(row.calls for row in sent.rows.values())
+            figures = {"step": wall, "waited": waited, "moved": moved, "sent": sent.wire_bytes, "calls": calls}
+            for what, value in figures.items():
+                found[name][what].append(value)
+    mesh.stop()
+    return {name: dict(figures) for name, figures in found.items()}
+
+
+def layouts_table(asked: argparse.Namespace) -> Table:
+    """Medians over steps, of the slowest rank in each; waits as the mean over ranks."""
+    table = Table("size", "ranks", "layout", "ms", "ratio", "sent MB", "calls", "moved ms", "waited ms", "hidden")
+    for size in asked.sizes:
+        for ranks in asked.ranks:
+            with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as workers:
+                task = Task(SIZES[size], asked.steps)
+                jobs = [(rank, ranks, os.path.join(folder, "meet"), task) for rank in range(ranks)]
+                by_rank = workers.starmap(measure_layouts, jobs, chunksize=1)
+            steps = {name: [max(t) for t in zip(*(r[name]["step"] for r in by_rank))] for name in by_rank[0]}
+            for name, of in steps.items():
+                moved, waited = (
+                    statistics.mean(statistics.median(r[name][what]) for r in by_rank) for what in ("moved", "waited")
+                )
+                ratio = statistics.median(a / b for a, b in zip(of, next(iter(steps.values()))))
+                sent, calls = (max(r[name][what][-1] for r in by_rank) for what in ("sent", "calls"))
+                hidden = f"{1 - waited / moved:.0%}" if waited < moved else ""
+                cells = (f"{1e3 * statistics.median(of):.0f}", f"{ratio:.2f}", f"{sent / 1e6:.1f}", f"{calls:.0f}")
+                table.add_row(size, str(ranks), name, *cells, f"{1e3 * moved:.0f}", f"{1e3 * waited:.0f}", hidden)
+    return table
+
+
 def run(ranks: int, task: Task) -> tuple[Times, dict[str, float]]:
     """Seconds of the slowest rank in each step, and share of it that ranks of ours wait, on average."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as workers:
@@ -149,7 +254,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=["S", "M", "L"], default=["S", "M"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--layouts", action="store_true", help="Ours beside each other.")
     asked = parser.parse_args()
+    if asked.layouts:
+        Console(width=120).print(layouts_table(asked))
+        return
     table = Table("size", "ranks", "contender", "ms", "beside", "ratio", "best", "waits")
     for size in asked.sizes:
         for ranks in asked.ranks:
