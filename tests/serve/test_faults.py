@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from pydantic import ValidationError
 
 from meshwright.core.errors import InputError
+from meshwright.serve.api import CompletionBody
 from meshwright.serve.app import make_app
 from meshwright.serve.request import SamplingParams
 from tests.serve.conftest import Running, tiny_engine, tiny_service
@@ -73,6 +75,17 @@ def test_keys_are_compared_as_bytes(run_server):
     for given, status in (("Bearer schlüssel", 200), ("bearer schlüssel", 200), ("schlüssel", 401), ("Bearer x", 401)):
         answer = post(served, "/v1/completions", GOOD, headers={"authorization": given.encode()})
         assert answer.status_code == status, given
+
+
+def test_millions_of_wrong_items_are_one_mistake():
+    for field, value in (
+        ("prompt", [1.5] * 1000),
+        ("stop", [1] * 1000),
+        ("logit_bias", dict.fromkeys(map(str, range(2000)), 1.0)),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            CompletionBody.model_validate({"prompt": "a", field: value})
+        assert caught.value.error_count() <= 4
 
 
 def test_long_texts_become_tokens_without_stopping_other_threads():

@@ -7,6 +7,7 @@ requests get an error at once, `/health` turns red, and the server ends with one
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -126,6 +127,8 @@ def _run(service: Service, bound: socket.socket, greeting: str) -> None:
         await server.serve(sockets=[bound])
         watching.cancel()
 
+    gc.collect()
+    gc.freeze()  # what is there now stays: no step waits while it is looked through
     try:
         asyncio.run(run())
     finally:

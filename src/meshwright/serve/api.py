@@ -8,19 +8,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from meshwright.core.errors import InputError
 from meshwright.core.values import first_error
-from meshwright.serve.request import SamplingParams
+from meshwright.serve.request import MAX_BIASES, SamplingParams
 from meshwright.serve.sampler import Logprobs
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=BaseModel)
 CHAT, TEXT = "chat.completion", "text_completion"
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+class _AtFirst(FailFast):
+    """Millions of wrong items are one mistake, found at the first. Hashable, as parts of a union must be."""
+
+    __hash__ = object.__hash__
+
+
+Item = TypeVar("Item")
+Many = Annotated[list[Item], _AtFirst()]
 
 
 class _Body(BaseModel):
@@ -54,11 +64,11 @@ class _Common(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -97,7 +107,7 @@ class _Common(_Body):
 class CompletionBody(_Common):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -175,7 +185,7 @@ class DetokenizeBody(_Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 def parse(kind: type[Body], text: bytes) -> Body:

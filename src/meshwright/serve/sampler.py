@@ -115,8 +115,9 @@ def change(logits: torch.Tensor, sequence: Sequence, end_tokens: frozenset[int])
         seen = torch.tensor(list(counts), device=logits.device)
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * times
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
+    if params.logit_bias:
+        biased = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[biased] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
     if sequence.matcher is not None:
         sequence.matcher.mask(logits)
     if len(sequence.output) < params.min_tokens:
