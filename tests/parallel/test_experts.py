@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.comm import differentiable
 from meshwright.core.axes import coordinates_of
 from meshwright.core.errors import RuleError
 from meshwright.core.layouts import Expert
@@ -128,8 +129,8 @@ def test_experts_and_biases_are_saved_and_loaded_under_other_layouts(ranks: Rank
 
 def test_all_tokens_to_one_expert(ranks: Ranks) -> None:
     """A router of zeros: the lowest index wins, the others get nothing."""
-    for layout in ({}, {"expert": {"degree": 2}}):
-        for loss, report in ranks(collapsed_on_rank, 2, run_plan(mixture(), 4, dp=2, **layout).to_toml()):
+    for layout in ({"dp": 2}, {"dp": 2, "expert": {"degree": 2}}, {"pp": 2}):
+        for loss, report in ranks(collapsed_on_rank, 2, run_plan(mixture(), 4, **layout).to_toml()):
             assert isfinite(loss)
             assert report == [4 * 8] * 3
 
@@ -145,6 +146,35 @@ def collapsed_on_rank(rank: int, world: int, plan: str) -> tuple[float, list[int
     assert report.taken[:, 2:].abs().max() == 0
     assert float(report.imbalance.max()) == 4
     return losses[0], report.taken[:, 0].long().tolist()
+
+
+def overlapped_on_rank(rank: int, world: int, plan: str) -> list[str]:
+    """What happens to rows on their way to experts, and when shared experts run, in a step of one micro-batch."""
+    engine, seen = make_engine(plan), list[str]()
+    shared = next(iter(engine.parallel._model.layers.values())).mlp.shared
+    shared.register_forward_hook(lambda *_: seen.append("shared"))
+    shared.register_full_backward_hook(lambda *_: seen.append("shared's gradient"))
+    start, wait = differentiable.all_to_all_start, differentiable.Flight.wait
+
+    def started(*args: Any) -> Any:
+        seen.append("start")
+        return start(*args)
+
+    def waited(self: differentiable.Flight) -> None:
+        seen.append("arrived")
+        wait(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(differentiable, "all_to_all_start", started)
+        patch.setattr(differentiable.Flight, "wait", waited)
+        train(engine, dataset(engine.plan), range(1))
+    return seen
+
+
+def test_shared_experts_run_while_rows_travel(ranks: Ranks) -> None:
+    plan = run_plan(mixture(num_layers=1, dense_layers=None, shared_ffn_size=16), 2, dp=2, expert={"degree": 2})
+    for seen in ranks(overlapped_on_rank, 2, plan.to_toml()):
+        assert seen == ["start", "shared", "arrived", "start", "shared's gradient", "arrived"]
 
 
 def exchanged_on_rank(rank: int, world: int, plan: str) -> tuple[dict[str, list[int]], dict[str, int]]:

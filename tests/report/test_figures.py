@@ -1,12 +1,20 @@
 """Figures: the right numbers in pages that need no network."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.core.measures import MemoryBreakdown, Traffic
-from meshwright.report.figures import loss_figure, memory_figure, traffic_figure, write_figure, write_loss_figure
+from meshwright.report.figures import (
+    experts_figures,
+    loss_figure,
+    memory_figure,
+    traffic_figure,
+    write_figure,
+    write_loss_figure,
+)
 from meshwright.train.metrics import MetricsWriter, StepMetrics
 
 
@@ -23,6 +31,14 @@ def test_loss_figure_has_both_curves():
     assert list(training.y) == [5.0 / n for n in (1, 2, 3, 4)]
     assert (list(evaluation.x), list(evaluation.y)) == ([3], [4.0])
     assert len(loss_figure(rows(2)).data) == 1
+
+
+def test_loads_of_experts_by_step_and_by_expert():
+    loads = [{"1": [4, 0], "2": [2, 2]}, {"1": [3, 1], "2": [1, 3]}]
+    lines, heat = experts_figures([replace(row, expert_loads=of) for row, of in zip(rows(2), loads, strict=True)])
+    assert [(line.name, list(line.y)) for line in lines.data] == [("layer 1", [2.0, 1.5]), ("layer 2", [1.0, 1.5])]
+    assert [list(z) for z in heat.data[0].z] == [[1.5, 0.5], [0.5, 1.5]]
+    assert experts_figures(rows(2)) == []
 
 
 def test_loss_page_is_written_from_the_run_folder_and_self_contained(tmp_path):

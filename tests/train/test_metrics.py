@@ -34,6 +34,18 @@ def test_rows_are_on_disk_at_once_and_read_back(tmp_path):
     assert set(second) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s"}
 
 
+def test_loads_of_experts_are_read_back_and_on_tensorboard(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        found = replace(row(0), expert_imbalance=1.5, expert_loads={"1": [3, 1], "2": [2, 2]})
+        writer.write(found)
+    assert read_metrics(tmp_path) == [found]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("experts/layer_1/expert_0")[0].value == 1.5
+    assert events.Scalars("experts/layer_2/expert_1")[0].value == 1.0
+
+
 def test_resume_drops_the_steps_that_are_repeated(tmp_path):
     write(tmp_path, range(7))
     write(tmp_path, range(4, 6), start_step=4)

@@ -117,10 +117,12 @@ def _steps_done(run: RunFolder) -> int:
 
 def _show(run: RunFolder) -> None:
     """The loss curve, in the terminal and as a picture."""
-    from meshwright.report.figures import write_loss_figure
+    from meshwright.report.figures import write_experts_figures, write_loss_figure
     from meshwright.report.tables import sparkline
     from meshwright.train.metrics import read_metrics
 
     rows = read_metrics(run.path)
     picture = write_loss_figure(run.path)
     typer.echo(f"loss {rows[0].loss:.3f} {sparkline([row.loss for row in rows])} {rows[-1].loss:.3f}  ({picture})")
+    if loads := write_experts_figures(run.path):
+        typer.echo(f"imbalance of experts {rows[0].expert_imbalance:.2f} → {rows[-1].expert_imbalance:.2f}  ({loads})")

@@ -7,7 +7,8 @@
     scatter_last           own slice, last      all-gather           sharded
     gather_first_partial   all-gather, dim 0    reduce-scatter       sharded
     reduce_scatter_first   reduce-scatter       all-gather           sharded along dim 0
-    all_to_all_first       all-to-all, dim 0    all-to-all back      sharded
+    all_to_all_first       all-to-all, dim 0    all-to-all back      sharded; in two halves as all_to_all_first_start
+                                                                     and arrived
 
 Which adjoint is right is decided by one question: do the ranks downstream hold identical copies of the
 cotangent (then backward is identity or slice), or partial ones (then it is a sum)?
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, all_to_all_start, reduce_scatter
 from meshwright.comm.mesh import Axis
+from meshwright.comm.work import Work
 from meshwright.core.errors import InputError
 
 Map = Callable[[Tensor, Axis], Tensor]
@@ -86,6 +88,77 @@ def all_to_all_first(
         return _exchange_rows(t, on, in_splits, out_splits)
 
     return _apply(x, axis, forward, adjoint)
+
+
+class Flight:
+    """An exchange under way, forward or backward: its work, and in backward where its rows go."""
+
+    __slots__ = ("received", "work")
+
+    def __init__(self) -> None:
+        self.work: Work | None = None
+        self.received: Tensor | None = None
+
+    def wait(self) -> None:
+        """Until it is there."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+
+
+def all_to_all_first_start(
+    x: Tensor, axis: Axis, out_splits: Sequence[int], in_splits: Sequence[int]
+) -> tuple[Tensor, Flight]:
+    """Asynchronous :func:`all_to_all_first`: (rows [m, ...] to give to :func:`arrived`, and nobody else; the flight).
+
+    What runs between the two runs while rows travel, and its backward while their gradients travel back.
+    """
+    flight = Flight()
+    out: Tensor = _Depart.apply(x, axis, tuple(out_splits), tuple(in_splits), flight)
+    return out, flight
+
+
+def arrived(x: Tensor, axis: Axis, out_splits: Sequence[int], in_splits: Sequence[int], flight: Flight) -> Tensor:
+    """The rows [m, ...] of a flight that was started with these splits, when they are there."""
+    out: Tensor = _Arrive.apply(x, axis, tuple(out_splits), tuple(in_splits), flight)
+    return out
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, out_splits: tuple[int, ...], in_splits: tuple[int, ...], flight: Flight
+    ) -> Tensor:
+        ctx.flight = flight
+        out = x.new_empty((sum(out_splits), *x.shape[1:]))
+        flight.work = all_to_all_start(out, x.contiguous(), axis, out_splits, in_splits)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        ctx.flight.wait()  # what has come is not what autograd hands on, which has the wrong shape
+        received, ctx.flight.received = ctx.flight.received, None
+        return received, None, None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, out_splits: tuple[int, ...], in_splits: tuple[int, ...], flight: Flight
+    ) -> Tensor:
+        ctx.of = axis, out_splits, in_splits, flight
+        flight.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        axis, out_splits, in_splits, flight = ctx.of
+        grad = grad.contiguous()
+        flight.received = grad.new_empty((sum(in_splits), *grad.shape[1:]))
+        flight.work = all_to_all_start(flight.received, grad, axis, in_splits, out_splits)
+        return grad, None, None, None, None
 
 
 class _Pair(torch.autograd.Function):

@@ -18,6 +18,8 @@ class Ledger:
         self.waited_s: dict[str, float] = {}
         """Phase → seconds that this rank's code stood still for calls it had started: communication that computation
         did not hide. On CUDA the host does not wait, the stream does, and this stays near zero."""
+        self.waited_on_s: dict[str, float] = {}
+        """The same seconds by axis."""
         self.current_phase = "other"
 
     def phase(self, name: str) -> Phase:
@@ -34,13 +36,14 @@ class Ledger:
         """Count one call over `size` ranks; payloads as in :func:`meshwright.core.measures.wire_bytes`."""
         self.traffic.add(primitive, axis, self.current_phase, payload_bytes, size, sent_bytes=sent_bytes)
 
-    def record_wait(self, phase: str, seconds: float) -> None:
-        """Add to what was waited in a phase."""
+    def record_wait(self, phase: str, axis: str, seconds: float) -> None:
+        """Add to what was waited in a phase, on an axis."""
         self.waited_s[phase] = self.waited_s.get(phase, 0.0) + seconds
+        self.waited_on_s[axis] = self.waited_on_s.get(axis, 0.0) + seconds
 
     def take_waits(self) -> dict[str, float]:
         """Seconds waited by phase since the last call; counting starts anew."""
-        taken, self.waited_s = self.waited_s, {}
+        taken, self.waited_s, self.waited_on_s = self.waited_s, {}, {}
         return taken
 
     def take(self) -> Traffic:

@@ -33,7 +33,7 @@ class Work:
             handle.wait()
         except RuntimeError as error:
             raise _lost(self._primitive, self._axis, error) from error
-        self._axis.ledger.record_wait(self._phase, perf_counter() - began_s)
+        self._axis.ledger.record_wait(self._phase, self._axis.name, perf_counter() - began_s)
 
 
 def begin(primitive: str, axis: Axis, post: Callable[[], Handle]) -> Work:

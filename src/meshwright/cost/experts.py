@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.axes import CP, EP, PP_MIRROR, TP
+from meshwright.core.axes import CP, EP, PP, PP_MIRROR, TP
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
@@ -93,10 +93,14 @@ def add_exchange_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: S
 
 
 def add_router_traffic(total: Traffic, model: ModelSpec, strategy: Strategy, rank: int) -> None:
-    """Statistics of a pipeline rank's routers, once per step."""
+    """Statistics of a pipeline rank's routers, and what all of them report, once per step."""
+    if not model.num_experts or strategy.pipeline_schedule.is_asynchronous:
+        return
+    reported_bytes = model.num_sparse_layers * (2 * model.num_experts + 2) * 8
+    total.add("all_reduce", PP, "router", reported_bytes, strategy.pp)
     layers = sum(num_sparse(model, strategy, stage) for stage in strategy.rank_stages(rank))
     payload_bytes, directions = layers * num_statistics(model) * 8, strategy.pipeline_schedule.num_directions
-    if not layers or strategy.pipeline_schedule.is_asynchronous:
+    if not layers:
         return
     total.add("all_reduce", strategy.data_axis, "router", payload_bytes, strategy.data_ranks)
     total.add("all_reduce", PP_MIRROR, "router", payload_bytes, directions)

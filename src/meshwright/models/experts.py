@@ -170,6 +170,7 @@ class Experts(nn.Module):
 
     Attributes:
         compute: (rows [n, h] by expert, loads [E]) → rows [n, h]; `parallel.experts` puts another one here.
+        meanwhile: what `compute` may run while it waits for rows.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -181,6 +182,7 @@ class Experts(nn.Module):
         self.down = GroupedLinear(spec.num_experts, spec.expert_size, spec.hidden_size, device, dtype)
         self.activate: Callable[[str, torch.Tensor | None, torch.Tensor], torch.Tensor]
         self.compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._compute
+        self.meanwhile: Callable[[], object] = _nothing
 
     def run(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Each run of rows through its expert: [n, h] → [n, h]. Runs as in :func:`grouped_product`."""
@@ -202,6 +204,10 @@ class Experts(nn.Module):
         inverse[order] = torch.arange(len(order), device=x.device)
         rows = _Permute.apply(x, order, inverse, k, is_whole)
         return _Unpermute.apply(self.compute(rows, loads), weights, order, inverse, is_whole)
+
+
+def _nothing() -> None:
+    return
 
 
 class _Logits(Function):
@@ -434,8 +440,15 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, choice = self.router(x)
-        out = self.experts(x.flatten(0, 1), weights, choice).view_as(x)
         if self.shared is None:
-            return out
-        shared = self.shared(x)
-        return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+            return self.experts(x.flatten(0, 1), weights, choice).view_as(x)
+        shared: list[torch.Tensor] = []
+        self.experts.meanwhile = lambda: shared.append(self._shared(x))
+        out = self.experts(x.flatten(0, 1), weights, choice).view_as(x)
+        self.experts.meanwhile = _nothing
+        return out + (shared[0] if shared else self._shared(x))
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared is not None
+        out: torch.Tensor = self.shared(x)
+        return out if self.shared_gate is None else self.shared_gate(x).sigmoid() * out

@@ -401,6 +401,10 @@ def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) 
             for axis in axes:
                 all_reduce(x, mesh[axis])
 
+    def sum_stages(x: torch.Tensor) -> None:
+        with mesh.ledger.phase("router"):
+            all_reduce(x, mesh[PP])
+
     data_index = strategy.data_index(mesh.coordinates)
     is_twin = is_mirrored and mesh[PP].index >= strategy.pp / 2
     return Routers(
@@ -411,6 +415,8 @@ def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) 
         counts_once=data_index == 0 and not is_twin,
         noise_key=2 * data_index + is_twin,
         sequences=CutSequences(mesh[CP], strategy.context.balance, mesh[TP] if cuts_over_tp else None),
+        sum_stages=sum_stages if strategy.pp > 1 and not strategy.pipeline_schedule.is_asynchronous else None,
+        is_twin=is_twin,
     )
 
 

@@ -13,7 +13,8 @@ With ep, rank q holds experts q·E/e to (q+1)·E/e, and tokens travel:
 
     rows by expert [n,h] ──all-to-all──▶ rows for own experts, of each rank in turn ─▶ experts ─▶ ──all-to-all──▶ [n,h]
 
-How many rows come is known after an all-to-all of counts. Rows are copied nowhere but in front and at the end: runs of
+How many rows come is known after an all-to-all of counts. Shared experts run while rows travel to the experts, forward,
+and while gradients travel back, backward. Rows are copied nowhere but in front and at the end: runs of
 one rank after the other are multiplied as they lie. An expert's gradient has summed over the tokens of all ranks of ep,
 so that it is summed over edp only.
 What it needs: rules `tp-ffn`, `experts`, `expert-degree`. What it costs: as an MLP, and backward k numbers per token
@@ -33,6 +34,8 @@ from torch._subclasses.fake_tensor import is_fake
 from meshwright.comm.collectives import all_gather, all_reduce, all_to_all
 from meshwright.comm.differentiable import (
     all_to_all_first,
+    all_to_all_first_start,
+    arrived,
     copy_to,
     gather_first_partial,
     reduce_from,
@@ -67,7 +70,7 @@ class Exchange:
     """What computes the rows of a layer's experts where these stand on the ranks of ep: (rows, loads [E]) → rows."""
 
     def __init__(self, experts: nn.Module, axis: Axis) -> None:
-        self._run, self._axis = experts.run, axis
+        self._experts, self._axis = experts, axis
         self.last: tuple[list[int], list[int]] = ([], [])
         """Rows that this rank has sent to each rank last, and that have come from each."""
 
@@ -76,8 +79,10 @@ class Exchange:
         num = len(counts) // self._axis.size
         received = [sum(counts[at : at + num]) for at in range(0, len(counts), num)]
         self.last = sent, received
-        own = all_to_all_first(rows, self._axis, received, sent)
-        return all_to_all_first(self._run(own, counts), self._axis, sent, received)
+        coming, flight = all_to_all_first_start(rows, self._axis, received, sent)
+        self._experts.meanwhile()
+        own = arrived(coming, self._axis, received, sent, flight)
+        return all_to_all_first(self._experts.run(own, counts), self._axis, sent, received)
 
     @torch.no_grad()
     def _counts(self, rows: torch.Tensor, loads: torch.Tensor) -> tuple[list[int], list[int]]:

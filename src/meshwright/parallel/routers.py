@@ -122,6 +122,8 @@ class Routers:
         counts_once: whether this rank is the one of those with the same layers that reports their losses (but for tp).
         noise_key: of the gate's noise; equal on ranks that route the same tokens.
         sequences: where the other tokens of a sequence are; None: there are none.
+        sum_stages: sums a tensor over the pipeline ranks, in place; None: all layers are here.
+        is_twin: whether another pipeline rank has the same layers, and reports them.
     """
 
     def __init__(
@@ -134,9 +136,12 @@ class Routers:
         counts_once: bool = True,
         noise_key: int = 0,
         sequences: CutSequences | None = None,
+        sum_stages: Callable[[torch.Tensor], object] | None = None,
+        is_twin: bool = False,
     ) -> None:
         self._routers, self._spec, self._sum_up = dict(routers), spec, sum_up
         self.counts_once, self._noise_key = counts_once, noise_key
+        self._sum_stages, self._is_twin = sum_stages, is_twin
         self.scales = Scales()
         self.statistics = torch.zeros(len(routers), 3 * spec.num_experts + 4, dtype=torch.float64, device=device)
         self._is_summed = False
@@ -224,6 +229,22 @@ class Routers:
         else:
             balance = balance / sequences.clamp(min=1)
         return RouterReport(tuple(self._routers), chosen, taken, balance, z / tokens.clamp(min=1))
+
+    @torch.no_grad()
+    def whole_report(self) -> RouterReport:
+        """Of the last step, of all layers of the model."""
+        own = self.report()
+        if self._sum_stages is None:
+            return own
+        layers = [layer for layer in range(self._spec.num_layers) if self._spec.is_sparse(layer)]
+        num = self._spec.num_experts
+        found = self.statistics.new_zeros(len(layers), 2 * num + 2)
+        if own.layers and not self._is_twin:
+            values = torch.cat([own.chosen, own.taken, own.balance.unsqueeze(1), own.z.unsqueeze(1)], dim=1)
+            found[[layers.index(layer) for layer in own.layers]] = values
+        self._sum_stages(found)
+        chosen, taken, sums = found.split([num, num, 2], dim=1)
+        return RouterReport(tuple(layers), chosen, taken, *sums.unbind(1))
 
     @torch.no_grad()
     def loss(self) -> torch.Tensor:

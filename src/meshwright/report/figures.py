@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 LOSS_FILE = "loss.html"
+EXPERTS_FILE = "experts.html"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe & Ito: told apart by colour-blind readers too."""
 
@@ -63,6 +64,50 @@ def write_loss_figure(run_dir: Path | str) -> Path:
         raise InputError(f"{run_dir}: no steps in the metrics yet, nothing to draw")
     title = f"Loss: {rows[0].loss:.3f} → {rows[-1].loss:.3f} in {rows[-1].step + 1:,} steps"
     return write_figure(loss_figure(rows, title), Path(run_dir) / LOSS_FILE)
+
+
+def experts_figures(rows: Sequence[StepMetrics]) -> list[Figure]:
+    """Of a mixture: each layer's largest load over its mean load by step, and every expert's load in the last step over
+    the mean of its layer. Empty where there are no loads."""
+    go, steps, imbalance = plotly(), [], dict[str, list[float]]()
+    last: Mapping[str, list[float]] = {}
+    for row in rows:
+        if row.expert_loads is None:
+            continue
+        last = {layer: _over_mean(loads) for layer, loads in row.expert_loads.items()}
+        steps.append(row.step + 1)
+        for layer, loads in last.items():
+            imbalance.setdefault(layer, []).append(max(loads))
+    if not steps:
+        return []
+    lines, heat = go.Figure(), go.Figure()
+    for number, (layer, values) in enumerate(imbalance.items()):
+        colour = {"color": COLOURS[number % len(COLOURS)], "width": 1.5}
+        lines.add_scatter(x=steps, y=values, name=f"layer {layer}", mode="lines", line=colour)
+    lay_out(lines, "Imbalance of experts: largest load over mean load", "steps", "largest load / mean load")
+    heat.add_heatmap(
+        z=list(last.values()),
+        y=[f"layer {layer}" for layer in last],
+        colorscale="Viridis",
+        zmin=0,
+        colorbar={"title": "load / mean"},
+        hovertemplate="%{y}, expert %{x}: %{z:.2f} of the mean load<extra></extra>",
+    )
+    lay_out(heat, f"Loads of experts in step {steps[-1]:,}, over the mean of their layer", "expert", "")
+    heat.update_yaxes(autorange="reversed")
+    return [lines, heat]
+
+
+def _over_mean(loads: Sequence[int]) -> list[float]:
+    mean = max(sum(loads) / len(loads), 1e-9)
+    return [load / mean for load in loads]
+
+
+def write_experts_figures(run_dir: Path | str) -> Path | None:
+    """Draw the loads in `metrics.jsonl` of a run into its `experts.html`; returns the file, or None without any. Raises
+    InputError."""
+    figures = experts_figures(read_metrics(run_dir))
+    return write_page(figures, Path(run_dir) / EXPERTS_FILE, "loads of experts") if figures else None
 
 
 def memory_figure(memories: Mapping[str, MemoryBreakdown], limit_bytes: int | None = None) -> Figure:

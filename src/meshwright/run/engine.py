@@ -15,6 +15,7 @@ from meshwright.checkpoint import store
 from meshwright.checkpoint.pieces import Piece, bucket_pieces
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh, SubAxes, start
+from meshwright.core.axes import EP
 from meshwright.core.batch import MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import MemoryBreakdown, Traffic
@@ -69,8 +70,10 @@ class Engine:
         """What activations passed to the host and back in it, where they are offloaded."""
         self.last_waits_s: dict[str, float] = {}
         """Phase → seconds of the last step that this rank stood still for communication."""
+        self.last_exchange_s = 0.0
+        """Seconds of the last step that this rank stood still for rows of experts on other ranks."""
         self.last_routing: RouterReport | None = None
-        """What the routers of this rank's layers did in the last step, over all ranks; None of a dense model."""
+        """What the routers of all layers did in the last step, over all ranks; None of a dense model."""
         self._last_square = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """Of an asynchronous schedule: this rank's part of the squared norm at its last update in the step."""
 
@@ -154,7 +157,7 @@ class Engine:
         skipped = self.optimizer.update(learning_rate, norm)
         if routers is not None:
             routers.update_biases(skipped)
-            self.last_routing = routers.report()
+            self.last_routing = routers.whole_report()
         self.parallel.gather_parameters()
         self.parallel.zero_gradients()
         self.parallel.masks.step += 1
@@ -191,6 +194,7 @@ class Engine:
 
     def _count(self) -> None:
         """What passed in the step that has ended."""
+        self.last_exchange_s = self.mesh.ledger.waited_on_s.get(EP, 0.0)
         self.last_traffic, self.last_waits_s = self.mesh.ledger.take(), self.mesh.ledger.take_waits()
         if (kept := self.parallel.activations) is not None:
             self._last_kept = kept.take()

@@ -7,6 +7,7 @@ RUN/metrics.jsonl  tensorboard/  what happened, step by step
 RUN/checkpoints/                 training state
 RUN/measured/rank-N.json         what each rank measured
 RUN/loss.html                    the loss curve
+RUN/experts.html                 loads of experts, of a mixture
 RUN/logs/                        output of the ranks
 RUN/lock                         there while a process trains here
 """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint import latest
 from meshwright.comm.collectives import barrier
@@ -192,16 +193,19 @@ class Training:
         routing = self._routing(stats) if self.is_main else {}
         return StepMetrics(step, loss, norm, rate, tokens, tokens / took_s, took_s, eval_loss, *overflow, **routing)
 
-    def _routing(self, stats: StepStats) -> dict[str, float]:
+    def _routing(self, stats: StepStats) -> dict[str, Any]:
         """What a mixture's routers did, for the metrics."""
         report = self.engine.last_routing
         if report is None or stats.router_loss is None:
             return {}
-        found = {"router_loss": float(stats.router_loss)}
-        if report.layers:
-            found["expert_imbalance"] = float(report.imbalance.max())
-            found["dropped_choices"] = float(report.dropped.sum() / report.chosen.sum().clamp(min=1))
-        return found
+        exchange = {"expert_exchange_s": self.engine.last_exchange_s} if self.plan.strategy.ep > 1 else {}
+        return {
+            "router_loss": float(stats.router_loss),
+            "expert_imbalance": float(report.imbalance.max()),
+            "dropped_choices": float(report.dropped.sum() / report.chosen.sum().clamp(min=1)),
+            "expert_loads": dict(zip(map(str, report.layers), report.chosen.long().tolist(), strict=True)),
+            **exchange,
+        }
 
     def _overflow(self, step: int, stats: StepStats) -> tuple[bool, float] | tuple[None, None]:
         """(skipped, loss scale) of fp16 training, which skips steps; nothing else may.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -43,9 +43,14 @@ class StepMetrics:
     router_loss: float | None = None
     """Of a mixture of experts: balance and z-losses of all layers, with their coefficients; not a part of `loss`."""
     expert_imbalance: float | None = None
-    """Largest load of an expert over the mean load, worst of the layers of rank 0's stages; 1 where loads are even."""
+    """Largest load of an expert over the mean load, in the worst of all layers; 1 where loads are even."""
     dropped_choices: float | None = None
-    """Share of choices that no expert had room for, in the layers of rank 0's stages."""
+    """Share of choices that no expert had room for, in all layers."""
+    expert_exchange_s: float | None = None
+    """Seconds that rank 0 stood still for rows on their way to experts of other ranks and back, where experts lie on
+    several: what computation did not hide. On CUDA the stream waits, not the host, and this stays near zero."""
+    expert_loads: Mapping[str, Sequence[int]] | None = None
+    """Layer → how often each of its experts was chosen in the step, by all tokens."""
 
 
 class MetricsWriter:
@@ -72,8 +77,12 @@ class MetricsWriter:
         self._file.write(json.dumps({name: _to_json(value) for name, value in data.items()}) + "\n")
         self._file.flush()
         if self._events is not None:
-            for name in data.keys() - {"step"}:
+            for name in data.keys() - {"step", "expert_loads"}:
                 self._events.add_scalar(f"train/{name}", data[name], row.step)
+            for layer, loads in (row.expert_loads or {}).items():
+                mean = max(sum(loads) / len(loads), 1.0)
+                for expert, load in enumerate(loads):
+                    self._events.add_scalar(f"experts/layer_{layer}/expert_{expert}", load / mean, row.step)
 
     def close(self) -> None:
         """Close the files; calling it twice is harmless."""
@@ -103,9 +112,16 @@ def read_metrics(run_dir: Path | str) -> list[StepMetrics]:
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    field.name: {"int": int, "bool | None": bool}.get(str(field.type), float) for field in fields(StepMetrics)
+def _loads(value: Any) -> dict[str, list[int]]:
+    return {str(layer): [int(load) for load in loads] for layer, loads in value.items()}
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "bool | None": bool,
+    "Mapping[str, Sequence[int]] | None": _loads,
 }
+_READERS = {field.name: _KINDS.get(str(field.type), float) for field in fields(StepMetrics)}
 
 
 def _parse(line: str, where: str) -> StepMetrics:
@@ -116,9 +132,9 @@ def _parse(line: str, where: str) -> StepMetrics:
         raise InputError(f"{where}: not a row of metrics: {error}") from None
 
 
-def _to_json(value: int | float) -> int | float | str:
+def _to_json(value: Any) -> Any:
     """JSON has no numbers for nan and the infinities; they are written as strings."""
-    return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _truncate(path: Path, start_step: int) -> None:
