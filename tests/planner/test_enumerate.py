@@ -23,16 +23,25 @@ def brute_force(model, cluster, job, max_tp):
     for dp, tp, pp, b in product(sizes, sizes, sizes, sizes):
         if dp * tp * pp != world or batch % (dp * b) or tp > max_tp:
             continue
-        choices = product(("gpipe", "1f1b"), range(4), ("all", "node"), ("none", "full"))
-        for schedule, zero, over, recompute in choices:
-            if (pp == 1 and schedule == "gpipe") or (dp == 1 and zero > 0) or (pp > 1 and zero > 1):
+        longest = -(-model.num_layers // pp)
+        some = {longest * n // 4 for n in (1, 2, 3)} - {0, longest}
+        again = [("none", None), ("full", None), ("selective", None), *(("full", layers) for layers in some)]
+        orders = [("gpipe", 1), ("1f1b", 1), *(("interleaved-1f1b", v) for v in (2, 3, 4))]
+        choices = product(orders, range(4), ("all", "node"), again, ("none", "megatron"))
+        for (schedule, chunks), zero, over, (recompute, layers), sequence in choices:
+            if (pp == 1 and schedule != "1f1b") or (dp == 1 and zero > 0) or (pp > 1 and zero > 1):
+                continue
+            if tp == 1 and sequence == "megatron":
+                continue
+            if chunks > 1 and (pp * chunks > model.num_layers or (chunks > 2 and model.num_layers % (pp * chunks))):
                 continue
             local = cluster.devices_per_node // tp
             if over == "node" and (zero < 2 or not 1 < local < dp or dp % local):
                 continue
             strategy = Strategy(
                 dp=dp, tp=tp, pp=pp, micro_batch_size=b, num_micro_batches=batch // dp // b, schedule=schedule,
-                zero=zero, shard_over=over, recompute=recompute, precision="bf16",
+                zero=zero, shard_over=over, recompute=recompute, recompute_layers=layers, num_chunks=chunks,
+                sequence=sequence, precision="bf16",
             ).on(cluster)  # fmt: skip
             if not violations(strategy, model, cluster, job):
                 found.add(strategy)
@@ -64,7 +73,7 @@ def test_a_batch_of_many_divisors_is_not_tried_at_each(model, cluster):
     assert len(sizes) < 25
     assert sizes[-1] == per_rank
     assert max(b / a for a, b in pairwise(sizes)) < 4
-    assert len(space.legal) < 3000
+    assert len(space.legal) < 10_000
     fixed = strategies(
         model(num_layers=24), cluster(), Job(seq_length=32, global_batch_size=720_720), {"micro_batch_size": 55}
     )

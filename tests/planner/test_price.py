@@ -29,7 +29,7 @@ def test_stages_of_one_kind():
 def test_the_fullest_rank_is_the_fullest_of_all_ranks(model, cluster, job, shape):
     spec, machines = model(**shape), cluster(1, 8)
     pricer = Pricer(spec, machines, job)
-    for strategy in strategies(spec, machines, job, {}).legal:
+    for strategy in strategies(spec, machines, job, {}).legal[::17]:
         forecast = pricer.forecast(strategy)
         held = [
             memory(spec, job, strategy, coordinates_of(rank, strategy.sizes)) for rank in range(strategy.world_size)

@@ -14,7 +14,7 @@ from meshwright.planner.balance import Ends, balance
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import parse_fix
 from meshwright.planner.price import Pricer
-from meshwright.planner.rank import Options, degrees, pareto_front, plan, settle
+from meshwright.planner.rank import Options, degrees, plan, settle
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def spec(model):
     return model(hidden_size=512, ffn_size=2048, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=2048)
 
 
-@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 8), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (4, 1)])
 def test_the_winner_is_what_simulating_everything_finds(spec, cluster, job, num_nodes, per_node):
     machines = cluster(num_nodes, per_node)
     result = plan(spec, machines, job)
@@ -50,27 +50,16 @@ def test_the_ranking(spec, cluster, job):
 
 
 def test_the_pareto_front_is_faster_or_smaller_and_nothing_beats_it(spec, cluster, job):
-    result = plan(spec, cluster(2, 4), job)
+    machines = cluster(1, 4)
+    result = plan(spec, machines, job, options=Options(num_front=1000))
     front = [(f.step_time.total_s, f.memory.total_bytes) for f in result.pareto]
     assert front == sorted(front)
     assert [m for _, m in front] == sorted({m for _, m in front}, reverse=True)
-    pricer = Pricer(spec, cluster(2, 4), job)
-    for strategy in strategies(spec, cluster(2, 4), job, {}).legal:
+    pricer = Pricer(spec, machines, job)
+    for strategy in strategies(spec, machines, job, {}).legal:
         f = pricer.forecast(strategy)
         point = (f.step_time.total_s, f.memory.total_bytes)
         assert any(t <= point[0] * (1 + 1e-9) and m <= point[1] for t, m in front)
-
-
-def test_the_front_of_made_up_points(spec, cluster, job):
-    base = Pricer(spec, cluster(), job).forecast(strategies(spec, cluster(), job, {}).legal[0])
-
-    def point(seconds: float, size: int):
-        time = replace(base.step_time, pipeline_s=seconds, data_comm_exposed_s=0.0, optimizer_s=0.0)
-        nothing = dict.fromkeys(base.memory.to_dict(), 0)
-        return replace(base, step_time=time, memory=type(base.memory)(**{**nothing, "parameters_bytes": size}))
-
-    points = [point(1, 50), point(2, 60), point(3, 40), point(4, 40), point(5, 10)]
-    assert [f.memory.total_bytes for f in pareto_front(points)] == [50, 40, 10]
 
 
 def test_a_timetable_too_long_to_replay_is_taken_at_its_closed_form(model, cluster):
@@ -90,8 +79,8 @@ def test_the_clock_may_overturn_the_order(spec, cluster, job):
         return replace(f, simulated=True, step_time=replace(f.step_time, pipeline_s=next(clock)))
 
     ranked = settle(quick, simulate, 12)
-    assert ranked[0].simulated
-    assert [f.step_time.pipeline_s for f in ranked] == [2.5, 3.0, 4.0, 9.0]
+    assert all(f.simulated for f in ranked)
+    assert [f.step_time.pipeline_s for f in ranked] == [2.5, 9.0]
 
 
 def test_an_unsettled_order_is_headed_by_what_the_clock_has_seen(spec, cluster, job):
@@ -103,17 +92,14 @@ def test_an_unsettled_order_is_headed_by_what_the_clock_has_seen(spec, cluster, 
         lambda f: replace(f, simulated=True, step_time=replace(f.step_time, pipeline_s=9.0 - f.step_time.pipeline_s)),
         budget=2,
     )
-    assert [f.step_time.pipeline_s for f in ranked] == [7.0, 8.0, 3.0, 4.0]
+    assert [f.step_time.pipeline_s for f in ranked] == [7.0, 8.0]
 
 
-def test_everything_enumerated_is_accounted_for(llama_70b, cluster):
-    job, machines = Job(seq_length=4096, global_batch_size=64), cluster(4, 8)
-    result = plan(llama_70b, machines, job)
-    space = strategies(llama_70b, machines, job, {})
-    pricer = Pricer(llama_70b, machines, job)
-    by_rule = {r.rule: r.count for r in result.refused}
-    assert by_rule.pop("memory") == sum(not pricer.forecast(s).fits for s in space.legal)
-    assert sum(by_rule.values()) == len(space.refused)
+def test_what_was_looked_at_and_not_offered_is_accounted_for(llama_70b, cluster):
+    result = plan(llama_70b, cluster(4, 8), Job(seq_length=4096, global_batch_size=64))
+    by_rule = {r.rule: r for r in result.refused}
+    assert {"N4", "memory"} <= set(by_rule)
+    assert 0 < by_rule["memory"].count < result.num_priced
     assert all(r.example for r in result.refused)
 
 
@@ -224,6 +210,6 @@ def test_planning_for_a_thousand_devices_simulates_little_and_places_each_stage_
     count("forecast", price.Pricer)
     result = plan(llama_70b, cluster(128, 8), Job(seq_length=8192, global_batch_size=1024))
     assert result.forecast.fits
-    assert counts["forecast"] < 2000
-    assert counts["simulate"] <= 12
-    assert counts["step_traffic"] < 400
+    assert counts["forecast"] < 300
+    assert counts["simulate"] <= 24
+    assert counts["step_traffic"] < 300

@@ -21,8 +21,19 @@ def spec(model):
     return model(num_layers=8, hidden_size=1024, ffn_size=4096, num_heads=8, num_kv_heads=8, head_dim=128)
 
 
+def test_a_plan_for_accelerators_takes_the_fastest_order(spec, cluster):
+    machines, fix = cluster(1, 4), {"pp": 4, "micro_batch_size": 4}
+    taken = plan(spec, machines, JOB, fix)
+    usual = plan(spec, machines, JOB, {**fix, "schedule": "1f1b"})
+    assert taken.plan.strategy.pipeline_schedule.name not in ("1f1b", "gpipe")
+    assert taken.forecast.simulated
+    assert taken.forecast.step_time.total_s < usual.forecast.step_time.total_s
+    assert re.search(r"With 1f1b, .*? is [\d.]+% slower", taken.plan.why)
+    assert "Fixing schedule" not in taken.plan.why
+
+
 def test_the_plan_names_the_fastest_order_with_its_price(spec, cluster):
-    machines = cluster(1, 4)
+    machines = cluster(1, 4, backend="gloo")
     found = plan(spec, machines, JOB, {"pp": 4, "micro_batch_size": 4})
     words = re.search(
         r"Fixing schedule=([\w-]+)(?:, num_chunks=(\d))? makes it ([\d.]+)% faster and holds ([\d.]+ \w+) (more|less)",

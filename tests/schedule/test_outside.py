@@ -116,7 +116,7 @@ def test_the_planner_offers_it(add_file) -> None:
     add_file("looped", LOOPED)
     job = Job(seq_length=32, global_batch_size=8)
     offered = {s.schedule for s in strategies(make_model(), make_cluster(1, 2), job, {"pp": 2}).legal}
-    assert offered == {"1f1b", "gpipe", "last-first"}
+    assert offered == {"1f1b", "gpipe", "interleaved-1f1b", "last-first"}
     result = plan(make_model(), make_cluster(1, 2), job, parse_fix(["pp=2", "schedule=last-first"]))
     assert result.plan.strategy.schedule == "last-first"
     assert Plan.from_toml(result.plan.to_toml()) == result.plan

@@ -113,6 +113,9 @@ class Schedule:
     """Why there is no timetable of a size, with the numbers and what to take instead; None: there is one."""
     is_offered: bool = True
     """Whether the planner looks at it unasked."""
+    fills_bubbles: bool = False
+    """Whether the planner looks at it unasked on accelerators, too: it idles less than 1F1B, at the price of messages
+    or memory. CPU ranks share cores, so that another's idle slots are not lost there."""
     is_asynchronous: bool = False
     """Whether weights are updated while micro-batches are under way, by UPDATE in the rows, so that no step is flushed;
     the order then makes tables of any number of steps."""

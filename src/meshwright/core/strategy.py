@@ -5,7 +5,7 @@ around a strategy that breaks one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import lcm
 from pathlib import Path
@@ -180,12 +180,12 @@ class Strategy(Value):
         """Position on :attr:`data_axis` of the rank at mesh coordinates `at`."""
         return at[DP] * self.cp + at.get(CP, 0)
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         """How the ranks of tp lie."""
         return grid(self.tensor, self.tp)
 
-    @property
+    @cached_property
     def hidden_parts(self) -> tuple[int, int, int]:
         """Into how many parts a hidden state [b, s, h] is cut between the layers, along each dim."""
         grid = self.grid
@@ -216,11 +216,11 @@ class Strategy(Value):
         per_node = cluster.devices_per_node if knows else None
         return self if self.ranks_per_node == per_node else self.model_copy(update={"ranks_per_node": per_node})
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         return RECIPES[self.precision]
 
-    @property
+    @cached_property
     def pipeline_schedule(self) -> Schedule:
         """What the schedule of that name declares."""
         return find_schedule(self.schedule)
@@ -230,12 +230,12 @@ class Strategy(Value):
         """Of a table of one's own."""
         return Path(self.schedule) if self.schedule.endswith(FILE_SUFFIX) else None
 
-    @property
+    @cached_property
     def stages_per_rank(self) -> int:
         """The schedule's own number, or `num_chunks` where it leaves the choice."""
         return self.pipeline_schedule.chunks or self.num_chunks
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of inputs and of weights apart."""
         return _splits_backward(self.pipeline_schedule, self.pipeline)
@@ -245,7 +245,7 @@ class Strategy(Value):
         """Whether every rank runs all forwards of a step before its first backward."""
         return self.num_micro_batches == 1 or _forwards_first(self.pipeline_schedule, self.pipeline)
 
-    @property
+    @cached_property
     def pipeline(self) -> PipelineSize:
         """What the timetable is made for."""
         return PipelineSize(self.pp, self.num_micro_batches, self.stages_per_rank)
@@ -266,13 +266,13 @@ class Strategy(Value):
         """Whether a block stays gathered from its first use in a step to its last."""
         return self.zero == 3 and (self.keep_gathered or not self.reduces_each)
 
-    @property
+    @cached_property
     def num_parts(self) -> int:
         """Parts that the model is cut into; each is one stage, or one in each direction."""
         schedule = self.pipeline_schedule
         return max(1, self.pp * (schedule.chunks or self.num_chunks) // schedule.num_directions)
 
-    @property
+    @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """Pipeline rank of each stage."""
         schedule = self.pipeline_schedule
@@ -289,7 +289,7 @@ class Strategy(Value):
         """Stages of a pipeline rank, ascending."""
         return self.stages_by_rank[rank]
 
-    @property
+    @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """Stages of each pipeline rank, ascending."""
         return _by_rank(self.stage_ranks, self.pp)

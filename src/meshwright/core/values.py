@@ -51,9 +51,10 @@ class Value(BaseModel, metaclass=_ValueType):
 
     def __copy__(self) -> Self:
         """A copy without cached properties: :meth:`model_copy` with an update would carry stale ones over."""
-        copied = super().__copy__()
-        for key in [key for key in copied.__dict__ if key not in type(self).model_fields]:
-            del copied.__dict__[key]
+        copied, fields = super().__copy__(), type(self).__pydantic_fields__
+        if len(copied.__dict__) > len(fields):
+            for key in copied.__dict__.keys() - fields.keys():
+                del copied.__dict__[key]
         return copied
 
     @classmethod

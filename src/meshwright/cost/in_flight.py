@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import ge
 
 from meshwright.core.program import Action, Kind
 from meshwright.core.schedule import PipelineSize, Rows, Schedule
@@ -73,8 +74,17 @@ def is_declared(strategy: Strategy) -> bool:
 @lru_cache(maxsize=4096)
 def _read(schedule: Schedule, size: PipelineSize, rank: int, stages: tuple[int, ...]) -> tuple[Instant, ...]:
     """A planner asks thousands of times."""
-    found = list(dict.fromkeys(_walk(_rows(schedule, size)[rank], stages)))
-    return tuple(one for one in found if not any(_exceeds(other, one) for other in found))
+    found = sorted(dict.fromkeys(_walk(_rows(schedule, size)[rank], stages)), key=_total, reverse=True)
+    fullest: list[Instant] = []
+    for one in found:
+        if not any(_exceeds(other, one) for other in fullest):
+            fullest.append(one)
+    return tuple(fullest)
+
+
+def _total(one: Instant) -> int:
+    """No instant exceeds one with a larger total."""
+    return sum(one.live) + sum(one.postponed)
 
 
 @lru_cache(maxsize=4)
@@ -100,8 +110,7 @@ def _walk(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Instant]:
 
 
 def _exceeds(other: Instant, one: Instant) -> bool:
-    """Whether `other` holds at least what `one` holds, and is another."""
-    if other == one or (other.runs, other.stage) != (one.runs, one.stage):
+    """Whether `other` holds at least what `one` holds."""
+    if other.runs is not one.runs or other.stage != one.stage:
         return False
-    pairs = zip((*other.live, *other.postponed), (*one.live, *one.postponed), strict=True)
-    return all(more >= less for more, less in pairs)
+    return all(map(ge, other.live, one.live)) and all(map(ge, other.postponed, one.postponed))

@@ -176,6 +176,30 @@ def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
+@dataclass(frozen=True, slots=True)
+class LeastKept:
+    """Bytes that one micro-batch keeps at least."""
+
+    layer: int
+    """Of each layer that is run again, from forward to backward; or of each, where nothing is."""
+    whole: int
+    """Of each other layer."""
+    postponed: int
+    """Of each layer, from I to W."""
+    ends: int
+    """Of embedding, head and loss, where they are on one rank."""
+
+
+def least_kept_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> LeastKept:
+    """By the layer that keeps least, on a rank of each stage."""
+    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
+    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
+    layers = [part.unit((is_sparse,), strategy.recompute) for is_sparse in (False, True)]
+    kept = min(unit.kept for unit in layers) // strategy.recompute_group
+    whole = min(part.dense.kept, part.sparse.kept)
+    return LeastKept(kept, whole, min(unit.postponed for unit in layers), part.front + part.back)
+
+
 def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) -> tuple[tuple[_Unit, int], ...]:
     """Runs of equal units in a row, in forward order: of what is kept, and goes back, together."""
     if not model.dense_layers and strategy.recompute_group == 1:

@@ -138,7 +138,7 @@ ADVICE_RULES = (
     ),
     AdviceRule(
         "G7", lambda f: f.long_context,
-        "activations of one sequence fill a device: sequence or context parallel (planned where they are fixed)",
+        "activations of one sequence fill a device: sequence or context parallel",
         "Korthikanti et al. 2022; Liu et al. 2023",
     ),
     AdviceRule(

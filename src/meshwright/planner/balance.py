@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Context, Tensor
 from meshwright.core.model import ModelSpec
 from meshwright.core.program import COMPUTE_KINDS, Kind
 from meshwright.core.strategy import Strategy, inner_stages_first
@@ -55,6 +57,7 @@ def measured_ends(durations_s: Mapping[tuple[Kind, int], float], strategy: Strat
     return Ends(first, last)
 
 
+@lru_cache(maxsize=4096)
 def balance(num_layers: int, num_stages: int, ends: Ends) -> tuple[int, ...]:
     """Counts that make the slowest stage fastest, each at least 1.
 
@@ -72,13 +75,15 @@ def balance(num_layers: int, num_stages: int, ends: Ends) -> tuple[int, ...]:
 
 def head_in_layers(model: ModelSpec, job: Job, strategy: Strategy) -> float:
     """Training FLOPs of the head over those of one layer on a rank; recomputation repeats layers only."""
-    alone = {"pp": 1, "layers_per_stage": None, "schedule": Strategy().schedule, "num_chunks": 1}
-    whole = strategy.model_copy(update=alone)
-    flops = stage_flops(model, job, whole, 0)
-    per_layer = (
-        flops.layers / model.num_layers * (4 if strategy.recompute == "full" and not strategy.recompute_layers else 3)
-    )
-    return 3 * flops.head / per_layer
+    is_again = strategy.recompute == "full" and not strategy.recompute_layers
+    return _head_in_layers(model, job, strategy.tp, strategy.tensor, strategy.context, is_again)
+
+
+@lru_cache(maxsize=4096)
+def _head_in_layers(model: ModelSpec, job: Job, tp: int, tensor: Tensor, context: Context, is_again: bool) -> float:
+    """The same for all batches, pipelines and ranks of dp."""
+    flops = stage_flops(model, job, Strategy(tp=tp, tensor=tensor, context=context), 0)
+    return 3 * flops.head / (flops.layers / model.num_layers * (4 if is_again else 3))
 
 
 def balanced_by(ends: Ends, strategy: Strategy, num_layers: int) -> Strategy:

@@ -2,8 +2,9 @@
 
     degrees (dp, tp, pp) with dp × tp × pp = devices
       └─ refused as a whole where a rule of core/rules.py or an advice below is broken
-    choices: micro-batch size × schedule, with stages per rank × ZeRO stage × recompute × ranks that share experts
-      └─ refused one by one
+      └─ ZeRO stage × ranks that share experts × ranks that share a sequence
+           └─ micro-batch size × recomputation
+                └─ schedule, with stages per rank; refused one by one
 
 A fixed field has one value, and an advice (unlike a rule) yields to it.
 """
@@ -20,11 +21,11 @@ from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, Expert
+from meshwright.core.layouts import Context, ContextKind, Expert
 from meshwright.core.legal import all_degrees, check, divisors, nearest_legal
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import MICRO_BATCH_RULES, Case, violations
-from meshwright.core.schedule import Schedule, find_schedule, schedules
+from meshwright.core.schedule import PipelineSize, Schedule, find_schedule, schedules
 from meshwright.core.strategy import Offload, Precision, Strategy
 from meshwright.core.units import counted
 from meshwright.cost.zero import STAGES
@@ -44,6 +45,16 @@ SMALL_SIZE = 8
 
 FURTHER_AHEAD = 2
 """Blocks that CPU ranks gather ahead, with zero=3."""
+
+
+LONG_SEQUENCE = 16_384
+"""Tokens from which on the tokens of a sequence are divided unasked."""
+MAX_CONTEXT = 32
+"""Ranks that share a sequence unasked."""
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses")
+
+MAX_FILLED_CELLS = 2**12
+"""Stages × micro-batches up to which schedules with smaller bubbles are looked at: longer ones have a short bubble."""
 
 
 OF_CHOICES = (*MICRO_BATCH_RULES, "pp-chunks")
@@ -112,32 +123,141 @@ def strategies(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[st
     Advice also yields where nothing else is legal. Raises RuleError where nothing legal agrees with `fix`: the reason
     that comes closest, and the nearest legal strategy.
     """
-    open_advice = tuple(a for a in ADVICE if not any(field in fix for field in a.yields_to))
-    for advice in (open_advice, ()):
+    for advice in (open_advice(fix), ()):
         space = _search(model, cluster, job, fix, advice)
         if space.legal:
             return space
-    raise _nothing_legal(model, cluster, job, fix, space.refused)
+    raise nothing_legal(model, cluster, job, fix, space.refused)
+
+
+def open_advice(fix: Mapping[str, Any]) -> tuple[Advice, ...]:
+    """What does not yield to anything that is fixed."""
+    return tuple(a for a in ADVICE if not any(field in fix for field in a.yields_to))
 
 
 def _search(
     model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], advice: Sequence[Advice]
 ) -> Space:
+    choices = Choices(model, cluster, job, fix, advice)
     legal: list[Strategy] = []
-    refused: list[Refusal] = []
-    for degrees in _degrees(cluster.num_devices, fix):
-        first = _first_choice(degrees, job, cluster, fix)
-        reason = _reason(Case(first, model, cluster, job), advice, whole_degree=True)
-        if reason:
-            refused.append(Refusal(first, *reason, whole_degree=True))
-            continue
-        for strategy in _choices(first, model, job, cluster, fix):
-            reason = _reason(Case(strategy, model, cluster, job), ())
+    for split in choices.splits():
+        for sized in choices.sizes(split):
+            for strategy in choices.orders(sized):
+                if choices.is_legal(strategy):
+                    legal.append(strategy)
+    return Space(tuple(legal), tuple(choices.refused))
+
+
+class Choices:
+    """All strategies as a tree: degrees and what is divided, then micro-batches and recomputation, then schedules.
+
+    `refused` grows while it is walked.
+    """
+
+    def __init__(
+        self, model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], advice: Sequence[Advice] = ()
+    ) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.job = job
+        self.fix = fix
+        self.advice = advice
+        self.refused: list[Refusal] = []
+
+    def splits(self) -> Iterator[Strategy]:
+        """Degrees, sequence and context parallelism, ZeRO, ranks that share experts."""
+        for degrees in _degrees(self.cluster.num_devices, self.fix):
+            first = _first_choice(degrees, self.job, self.cluster, self.fix)
+            reason = _reason(self._case(first), self.advice, whole_degree=True)
             if reason:
-                refused.append(Refusal(strategy, *reason, whole_degree=False))
-            else:
-                legal.append(strategy)
-    return Space(tuple(legal), tuple(refused))
+                self.refused.append(Refusal(first, *reason, whole_degree=True))
+                continue
+            yield from self._divided(first)
+        for first in self._layouts():
+            if not _reason(self._case(first), self.advice, whole_degree=True):
+                yield from self._divided(first)
+
+    def _case(self, strategy: Strategy) -> Case:
+        return Case(strategy, self.model, self.cluster, self.job)
+
+    def _layouts(self) -> Iterator[Strategy]:
+        """Sequences that are divided too, where nothing is fixed about that: within the layers' ranks, or over further
+        ones where they are long."""
+        fix, cluster = self.fix, self.cluster
+        if cluster.backend == "gloo" or any(name in fix for name in ("tensor", "sequence", "context", "tile")):
+            return
+        contexts = [Context()]
+        if self.job.seq_length >= LONG_SEQUENCE:
+            sizes = [size for size in divisors(cluster.num_devices) if 1 < size <= MAX_CONTEXT]
+            contexts += [Context(kind=kind, degree=d, balance="zigzag") for d in sizes for kind in CONTEXT_KINDS]
+        for context in contexts:
+            for degrees in _degrees(cluster.num_devices, {**fix, "context": context}):
+                first = _first_choice(degrees, self.job, cluster, {**fix, "context": context})
+                if context.degree > 1:
+                    yield first
+                if first.tp > 1:
+                    yield first.model_copy(update={"sequence": "megatron"})
+
+    def _divided(self, first: Strategy) -> Iterator[Strategy]:
+        """ZeRO, shards and experts. At dp=1 ZeRO 0 and 1 are one."""
+        options: dict[str, Sequence[Any]] = {
+            "zero": _offered_stages(first, self.fix),
+            "keep_gathered": (False, True) if self.fix.get("zero") == 3 and first.pp == 1 else (False,),
+            "expert": tuple(Expert(degree=degree) for degree in _expert_degrees(first, self.model, self.cluster)),
+            "shard_over": ("all", "node") if 1 < _ranks_on_node(first, self.cluster) < first.data_ranks else ("all",),
+        }
+        for change in _products(options, self.fix):
+            if change["zero"] == 3 and _gathers_further_ahead(first, self.cluster, self.fix):
+                change["prefetch"] = FURTHER_AHEAD
+            if change["shard_over"] == "node" and change["zero"] < 2 and "shard_over" not in self.fix:
+                continue
+            yield first.model_copy(update=change).on(self.cluster)
+
+    def sizes(self, split: Strategy) -> Iterator[Strategy]:
+        """Micro-batches and recomputation."""
+        per_rank = self.job.global_batch_size // split.dp
+        sizes = (self.fix["micro_batch_size"],) if "micro_batch_size" in self.fix else _micro_batch_sizes(per_rank)
+        for size, again in product(sizes, self._recomputations(split)):
+            number = per_rank // size
+            if self.fix.get("num_micro_batches", number) == number:
+                yield split.model_copy(update={**again, "micro_batch_size": size, "num_micro_batches": number})
+
+    def _recomputations(self, split: Strategy) -> Iterator[dict[str, Any]]:
+        """None, all layers; on accelerators attention alone, and the first layers of each stage."""
+        if "recompute" in self.fix:
+            yield {"recompute": self.fix["recompute"]}
+            return
+        yield from ({"recompute": how} for how in ("none", "full"))
+        if self.cluster.backend == "gloo" or any(
+            n in self.fix for n in ("recompute_layers", "recompute_group", "tile")
+        ):
+            return
+        yield {"recompute": "selective"}
+        longest = -(-self.model.num_layers // split.pp)
+        some = {longest * quarter // 4 for quarter in (1, 2, 3)} - {0, longest}
+        yield from ({"recompute": "full", "recompute_layers": number} for number in sorted(some))
+
+    def orders(self, sized: Strategy) -> Iterator[Strategy]:
+        """Schedules, with stages per rank. Without a pipeline all are one."""
+        for name, chunks in _orders(sized, self.model.num_layers, self.fix, self.cluster):
+            yield sized.model_copy(update={"schedule": name, "num_chunks": chunks})
+
+    def is_allowed(self, strategy: Strategy) -> bool:
+        """Whether no rule speaks against it."""
+        return _reason(self._case(strategy), ()) is None
+
+    def is_legal(self, strategy: Strategy) -> bool:
+        """Likewise; if one does, it is among the refused."""
+        reason = _reason(self._case(strategy), ())
+        if reason:
+            self.refused.append(Refusal(strategy, *reason, whole_degree=False))
+        return reason is None
+
+
+def _products(options: Mapping[str, Sequence[Any]], fix: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One choice of each, those that are fixed as they are."""
+    values = [(fix[name],) if name in fix else of for name, of in options.items()]
+    return (dict(zip(options, chosen, strict=True)) for chosen in product(*values))
 
 
 def _degrees(num_devices: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
@@ -173,32 +293,6 @@ def _reason(case: Case, advice: Sequence[Advice], *, whole_degree: bool = False)
         return broken[0].rule.id, "; ".join(str(v) for v in broken)
     against = ((a.id, a.against(case)) for a in advice)
     return next(((id, reason) for id, reason in against if reason is not None), None)
-
-
-def _choices(
-    first: Strategy, model: ModelSpec, job: Job, cluster: ClusterSpec, fix: Mapping[str, Any]
-) -> Iterator[Strategy]:
-    """Every choice at the degrees of `first`. Without a pipeline all schedules are one; at dp=1 so are ZeRO 0 and 1."""
-    options: dict[str, Sequence[Any]] = {
-        "micro_batch_size": _micro_batch_sizes(job.global_batch_size // first.dp),
-        "order": tuple(_orders(first, model.num_layers, fix)),
-        "zero": _offered_stages(first, fix),
-        "recompute": ("none", "full"),
-        "keep_gathered": (False, True) if fix.get("zero") == 3 and first.pp == 1 else (False,),
-        "expert": tuple(Expert(degree=degree) for degree in _expert_degrees(first, model, cluster)),
-        "shard_over": ("all", "node") if 1 < _ranks_on_node(first, cluster) < first.data_ranks else ("all",),
-    }
-    options |= {name: (fix[name],) for name in options if name in fix}
-    for values in product(*options.values()):
-        change = dict(zip(options, values, strict=True))
-        change["schedule"], change["num_chunks"] = change.pop("order")
-        if change["zero"] == 3 and _gathers_further_ahead(first, cluster, fix):
-            change["prefetch"] = FURTHER_AHEAD
-        if change["shard_over"] == "node" and change["zero"] < 2 and "shard_over" not in fix:
-            continue
-        num_micro_batches = job.global_batch_size // first.dp // change["micro_batch_size"]
-        if fix.get("num_micro_batches", num_micro_batches) == num_micro_batches:
-            yield first.model_copy(update={**change, "num_micro_batches": num_micro_batches}).on(cluster)
 
 
 def _gathers_further_ahead(first: Strategy, cluster: ClusterSpec, fix: Mapping[str, Any]) -> bool:
@@ -253,7 +347,9 @@ def _ranks_on_node(first: Strategy, cluster: ClusterSpec) -> int:
     return first.model_copy(update={"shard_over": "node"}).on(cluster).dp_local
 
 
-def _orders(first: Strategy, num_layers: int, fix: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _orders(
+    first: Strategy, num_layers: int, fix: Mapping[str, Any], cluster: ClusterSpec
+) -> Iterator[tuple[str, int]]:
     """(schedule, num_chunks). Stages per rank are two, or up to `MAX_CHUNKS` that split the layers evenly."""
     offered = {name: schedule for name, schedule in schedules().items() if schedule.is_offered}
     usual = Strategy().schedule
@@ -265,12 +361,24 @@ def _orders(first: Strategy, num_layers: int, fix: Mapping[str, Any]) -> Iterato
         offered = {name: schedule for name, schedule in schedules().items() if schedule.chunks is None}
     elif "num_chunks" in fix:
         offered = {name: schedule for name, schedule in offered.items() if schedule.chunks in (None, 1)}
+    elif cluster.backend != "gloo" and not fix.keys() & {"layers_per_stage", "tile"}:
+        offered |= {name: schedule for name, schedule in schedules().items() if schedule.fills_bubbles}
     for name, schedule in offered.items():
         if "num_chunks" in fix:
             yield name, fix["num_chunks"]
-        else:
-            chunks = chunk_choices(schedule, first.pp, num_layers)
-            yield from ((name, v) for v in chunks or [1] * ("schedule" in fix))
+            continue
+        for v in chunk_choices(schedule, first.pp, num_layers) or [1] * ("schedule" in fix):
+            if "schedule" in fix or schedule.is_offered or _fills(schedule, first, v):
+                yield name, v
+
+
+def _fills(schedule: Schedule, first: Strategy, chunks: int) -> bool:
+    """Whether a schedule is worth a look for its smaller bubble: the timetable has one, is not long, and exists."""
+    stages = schedule.chunks or chunks
+    size = PipelineSize(first.pp, first.num_micro_batches, stages)
+    if first.zero >= 2 or first.pp * stages * first.num_micro_batches > MAX_FILLED_CELLS:
+        return False
+    return schedule.fault is None or schedule.fault(size) is None
 
 
 def chunk_choices(schedule: Schedule, pp: int, num_layers: int) -> list[int]:
@@ -281,10 +389,11 @@ def chunk_choices(schedule: Schedule, pp: int, num_layers: int) -> list[int]:
     return [v for v in range(2, MAX_CHUNKS + 1) if pp * v <= num_layers and (v == 2 or num_layers % (pp * v) == 0)]
 
 
-def _nothing_legal(
+def nothing_legal(
     model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], refused: Sequence[Refusal]
 ) -> RuleError:
-    """The refusal that breaks the fewest rules, or, where degrees do not even multiply out, the fixed point itself."""
+    """The error to raise: the refusal that breaks the fewest rules, or, where degrees do not even multiply out, the
+    fixed point itself."""
     if refused:
         tightest = min(refused, key=lambda r: len(violations(r.strategy, model, cluster, job)))
         near = nearest_legal(tightest.strategy, model, cluster, job)

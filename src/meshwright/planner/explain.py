@@ -15,10 +15,10 @@ from meshwright.cost.flops import mfu
 from meshwright.cost.latency import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
-from meshwright.planner.enumerate import Refusal
 from meshwright.planner.interval import interval_s, is_calibrated
 from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.reorder import faster_order
+from meshwright.planner.search import Search
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,48 +40,49 @@ ALTERNATIVES = (
     Alternative("with ZeRO-1", lambda c, w: w.zero != 1 == c.zero),
     Alternative("with ZeRO-2", lambda c, w: w.zero != 2 == c.zero),
     Alternative("with ZeRO-3", lambda c, w: w.zero != 3 == c.zero),
-    Alternative("without recomputation", lambda c, w: c.recompute == "none" and w.recompute == "full"),
+    Alternative("without recomputation", lambda c, w: c.recompute == "none" != w.recompute),
     Alternative("with recomputation", lambda c, w: c.recompute == "full" and w.recompute == "none"),
+    Alternative("with selective recomputation", lambda c, w: c.recompute == "selective" != w.recompute),
+    Alternative("without sequence parallelism", lambda c, w: c.sequence == "none" != w.sequence and c.tp > 1),
+    Alternative("with sequence parallelism", lambda c, w: w.sequence == "none" != c.sequence),
+    Alternative("without context parallelism", lambda c, w: c.cp == 1 < w.cp),
+    Alternative("with context parallelism", lambda c, w: w.cp == 1 < c.cp),
+    Alternative("with 1f1b", lambda c, w: w.pp > 1 < c.pp and c.schedule == "1f1b" != w.schedule),
 )
 """Each is compared by its best strategy."""
 
 
-def explain(
-    winner: Forecast,
-    priced: Sequence[Forecast],
-    refused: Sequence[Refusal],
-    pricer: Pricer,
-    advice: Sequence[tuple[str, str]],
-) -> str:
+def explain(winner: Forecast, search: Search, advice: Sequence[tuple[str, str]], *, is_reordered: bool = False) -> str:
     """The paragraph.
 
     Args:
         winner: the chosen forecast.
-        priced: every legal strategy's forecast, those that do not fit included.
-        refused: what enumeration did not offer.
+        search: where it was found, and its alternatives are.
         advice: (id, words) of the rules of thumb that hold.
+        is_reordered: the winner has been tried under all schedules.
     """
+    pricer = search.pricer
+    others = tuple(_alternatives(winner, search))
     sentences = (
-        _verdict(winner, priced, pricer.model, pricer.cluster, pricer.job),
+        _verdict(winner, len(search.priced), pricer),
         _range(winner, pricer.cluster),
         _limits(winner, pricer),
         _memory(winner),
         _zero_beside_pipeline(winner.strategy, pricer.model, pricer.job),
-        *_alternatives(winner, priced, refused, pricer),
-        _order(winner, pricer),
+        *others,
+        "" if is_reordered else _order(winner, pricer),
         _rules(advice),
     )
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _verdict(winner: Forecast, priced: Sequence[Forecast], model: ModelSpec, cluster: ClusterSpec, job: Job) -> str:
-    seconds = winner.step_time.total_s
+def _verdict(winner: Forecast, num_priced: int, pricer: Pricer) -> str:
+    seconds, job, cluster = winner.step_time.total_s, pricer.job, pricer.cluster
     peak = cluster.device.peak_flops_per_s[winner.strategy.recipe.parameter]
-    share = mfu(model, job, seconds, cluster.num_devices, peak)
-    num_fitting = sum(f.fits for f in priced)
+    share = mfu(pricer.model, job, seconds, cluster.num_devices, peak)
     return (
-        f"{winner.strategy.describe()} is the fastest of {counted(num_fitting, 'strategy', 'strategies')} that fit "
-        f"({len(priced)} legal): "
+        f"{winner.strategy.describe()} is the fastest that fits ({counted(num_priced, 'strategy', 'strategies')} "
+        "priced, the rest ruled out by lower bounds): "
         f"{format_time(seconds)} per step, {job.tokens_per_step / seconds:,.0f} tokens/s, "
         f"{share:.0%} of the devices' peak.{_stages(winner.strategy)}"
         f"{_delay(winner.strategy)}"
@@ -166,24 +167,26 @@ def _gradient_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
     return sum(row.wire_bytes for (_, _, phase), row in rows.items() if phase == "gradients")
 
 
-def _alternatives(
-    winner: Forecast, priced: Sequence[Forecast], refused: Sequence[Refusal], pricer: Pricer
-) -> Iterator[str]:
+def _alternatives(winner: Forecast, search: Search) -> Iterator[str]:
     for alternative in ALTERNATIVES:
-        like = [f for f in priced if alternative.is_like(f.strategy, winner.strategy)]
-        barred = [r for r in refused if alternative.is_like(r.strategy, winner.strategy)]
-        if like:
-            yield f"{_capital(alternative.name)}, {_against(winner, like, pricer)}."
+
+        def is_like(strategy: Strategy, is_like: Callable[[Strategy, Strategy], bool] = alternative.is_like) -> bool:
+            return is_like(strategy, winner.strategy)
+
+        best = next(search.fastest(is_like), None)
+        if best is not None:
+            yield f"{_capital(alternative.name)}, {_against(winner, best, search.pricer)}."
+            continue
+        closest = next(search.smallest(is_like), None)
+        barred = [refusal for refusal in search.refused if is_like(refusal.strategy)]
+        if closest is not None:
+            name = closest.strategy.describe()
+            yield f"{_capital(alternative.name)}, nothing fits: the closest, {name}, {closest.limit}."
         elif barred:
             yield f"{_capital(alternative.name)} is refused: {barred[0].reason}."
 
 
-def _against(winner: Forecast, like: Sequence[Forecast], pricer: Pricer) -> str:
-    fitting = [f for f in like if f.fits]
-    if not fitting:
-        closest = min(like, key=lambda f: f.memory.total_bytes)
-        return f"nothing fits: the closest, {closest.strategy.describe()}, {closest.limit}"
-    best = min(fitting, key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+def _against(winner: Forecast, best: Forecast, pricer: Pricer) -> str:
     slower = best.step_time.total_s / winner.step_time.total_s - 1
     name = best.strategy.describe()
     if slower < 0.0005:

@@ -131,9 +131,10 @@ class Parts:
         return self._last[1]
 
     def _find_keys(self, s: Strategy) -> _Keys:
-        cut = s.layers_per_stage, s.stage_ranks, s.num_parts
-        key = s.tp, s.pp, s.ep, s.tensor, s.sequence, s.context, s.precision, s.tile, cut
+        cut = s.layers_per_stage, s.stage_ranks
+        key = s.pp, s.num_parts, s.tp, s.ep, s.tensor, s.sequence, s.context, s.precision, s.tile, cut
         place = self._places.setdefault(key, len(self._places))
+        layout = self._places.setdefault(key[2:-1], len(self._places))
         endless = (s.schedule, s.num_micro_batches) if s.pipeline_schedule.is_asynchronous else ()
         times = s.num_micro_batches if s.reduces_each else 1
         tiled_again = s.recompute == "full" and s.tile > 1 and s.zero == 3
@@ -145,7 +146,7 @@ class Parts:
             once=(place, s.dp, zero, times, tiled_again, endless),
             again=again,
             batch=(
-                place, s.dp, s.micro_batch_size, s.num_micro_batches, again, one_ring,
+                layout, s.dp, s.micro_batch_size, s.num_micro_batches, again, one_ring,
                 s.tensor.kind != "1d" and s.splits_backward,
             ),
             moved=(s.prefetch, s.offload),
@@ -197,7 +198,7 @@ class Parts:
             )
 
         keys = self.keys(s)
-        return self._once(("costs", keys.once, keys.batch, keys.moved), find)
+        return self._once(("costs", keys.place, keys.once, keys.batch, keys.moved), find)
 
     def rank_costs(self, s: Strategy, rank: int) -> tuple[StageCosts, ...]:
         """Seconds of the stages of a pipeline rank: the same for every order."""
@@ -207,7 +208,7 @@ class Parts:
             moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None
             costs = []
             for stage in s.rank_stages(rank):
-                phases, compute = self._stage(s, stage)
+                phases, compute = self.stage(s, stage)
                 sent = Sent({**phases, **once.seconds}, once.num_reductions)
                 costs.append(
                     joined_costs(
@@ -218,9 +219,9 @@ class Parts:
             return tuple(costs)
 
         keys = self.keys(s)
-        return self._once(("rank", keys.once, keys.batch, keys.moved, rank), find)
+        return self._once(("rank", keys.place, keys.once, keys.batch, keys.moved, rank), find)
 
-    def _stage(self, s: Strategy, stage: int) -> tuple[dict[str, float], Compute]:
+    def stage(self, s: Strategy, stage: int) -> tuple[dict[str, float], Compute]:
         """Seconds of a stage's collectives by phase, and what it computes for a micro-batch."""
 
         def find() -> tuple[dict[str, float], Compute]:
@@ -229,12 +230,15 @@ class Parts:
             in_stage = in_layers(s, phases)
             return phases, stage_compute(self.model, self.job, s, self.cluster, stage, in_stage, self.stack)
 
-        return self._once(("stage", self.keys(s).batch, stage), find)
+        layers, parts = s.stage_layers(self.model.num_layers)[stage], s.num_parts
+        without = tuple(layer - layers.start for layer in self.model.dense_layers or () if layer in layers)
+        kind = len(layers), without, stage % parts == 0, stage % parts == parts - 1
+        return self._once(("stage", self.keys(s).batch, s.pipeline_schedule.num_directions, kind), find)
 
     def traffic(self, s: Strategy, rank: int) -> Traffic:
         """What the first device of a pipeline rank sends in a step."""
         repeated = self._once(
-            ("repeated", self.keys(s).batch, rank),
+            ("repeated", self.keys(s).place, self.keys(s).batch, rank),
             lambda: micro_batch_traffic(self.model, self.job, s, rank),
         )
         return Traffic({**repeated.rows, **self.once(s, rank).traffic.rows})

@@ -112,24 +112,28 @@ class Pricer:
         self.job = job
         self.stack = stack
         self.num_simulations = 0
-        self._parts = Parts(model, cluster, job, stack)
-        self._room = _room(cluster, stack)
+        self.parts = Parts(model, cluster, job, stack)
+        self.room = _room(cluster, stack)
 
     def forecast(self, strategy: Strategy) -> Forecast:
         """Memory and traffic exactly; seconds in closed form, or by the clock for a schedule that declares none."""
-        costs = self.step_costs(strategy)
         rank, breakdown = self.fullest(strategy)
-        is_bounded = has_bound(strategy)
-        ends_s = rank_ends_s(costs, strategy) if is_bounded else last_work_ends_s(self._clocked(costs, strategy))
         return Forecast(
             strategy=strategy,
             memory=breakdown,
             rank=rank_of(first_of(rank), strategy.sizes),
-            traffic=self._parts.traffic(strategy, rank),
-            step_time=step_time(costs, strategy, ends_s),
-            room=self._room,
-            simulated=not is_bounded or strategy.pipeline_schedule.is_asynchronous,
+            traffic=self.parts.traffic(strategy, rank),
+            step_time=self.step_time(strategy),
+            room=self.room,
+            simulated=not has_bound(strategy) or strategy.pipeline_schedule.is_asynchronous,
         )
+
+    def step_time(self, strategy: Strategy) -> StepTime:
+        """In closed form, or by the clock for a schedule that declares none."""
+        costs = self.step_costs(strategy)
+        is_bounded = has_bound(strategy)
+        ends_s = rank_ends_s(costs, strategy) if is_bounded else last_work_ends_s(self._clocked(costs, strategy))
+        return step_time(costs, strategy, ends_s)
 
     def simulate(self, forecast: Forecast) -> Forecast:
         """The same forecast, its pipeline timed by the clock; unchanged where it is already, or where it `is_long`."""
@@ -153,15 +157,15 @@ class Pricer:
 
     def step_costs(self, strategy: Strategy) -> StepCosts:
         """Prices of every stage and every stage boundary."""
-        return self._parts.step_costs(strategy)
+        return self.parts.step_costs(strategy)
 
     def memory_by_rank(self, strategy: Strategy) -> dict[int, MemoryBreakdown]:
         """Pipeline rank → memory of its fullest device, for the rank of each kind with the most activations."""
-        return self._parts.memory_by_rank(strategy)
+        return self.parts.memory_by_rank(strategy)
 
     def memory(self, strategy: Strategy, rank: int) -> MemoryBreakdown:
         """Of the fullest device of a pipeline rank."""
-        return self._parts.memory(strategy, rank)
+        return self.parts.memory(strategy, rank)
 
     def fullest(self, strategy: Strategy) -> tuple[int, MemoryBreakdown]:
         """The pipeline rank whose devices hold most, and what they hold."""

@@ -1,10 +1,11 @@
-"""From a job to a plan: enumerate, price, keep what fits, order by time, let the clock decide among the best."""
+"""From a job to a plan: search best first, let the clock decide among the best, say why."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
@@ -13,12 +14,14 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.planner.advise import advise
-from meshwright.planner.balance import Ends, balanced, balanced_by
-from meshwright.planner.enumerate import Refusal, strategies
+from meshwright.planner.balance import Ends
+from meshwright.planner.enumerate import Refusal
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
-from meshwright.planner.must import Must, kept
-from meshwright.planner.price import Forecast, Pricer, is_long, num_cells
+from meshwright.planner.must import Must
+from meshwright.planner.price import Forecast, is_long, num_cells
+from meshwright.planner.reorder import faster_order
+from meshwright.planner.search import Search, searched
 from meshwright.planner.too_small import nothing_fits
 
 
@@ -27,12 +30,16 @@ class Options:
     """How many strategies to show, and how many the clock may replay."""
 
     num_ranked: int = 8
+    num_reordered: int = 2
+    """Of those shown, the first so many are tried under schedules that only the clock can time."""
     num_simulated: int = 3
     """Of those shown, the first so many are replayed too, where they have at most `max_cells`."""
     max_cells: int = 1024
     """Stages × micro-batches of a timetable that is replayed only to be shown."""
     max_simulated: int = 12
     """To find the first, where the clock overturns the closed form's order."""
+    num_front: int = 8
+    """Strategies of the front of time and memory."""
     must: tuple[Must, ...] = ()
     """What each strategy must keep."""
     ends: Ends | None = None
@@ -84,29 +91,26 @@ def plan(
     """
     options = options or Options()
     wanted = check_fix(fix or {})
-    space = strategies(model, cluster, job, wanted)
-    pricer = Pricer(model, cluster, job)
-    legal = kept(options.must, space.legal)
-    if options.ends is not None:
-        legal = tuple(balanced_by(options.ends, strategy, model.num_layers) for strategy in legal)
-    priced = [pricer.forecast(strategy) for strategy in legal]
-    fitting = in_order(f for f in priced if f.fits)
-    if not fitting:
-        raise nothing_fits(model, cluster, job, wanted, priced)
-    evener = [pricer.forecast(s) for s in balanced(best_of_each_kind(fitting), model, job) if options.ends is None]
-    fitting = in_order([*fitting, *(f for f in evener if f.fits)])
-    settled = settle(fitting, pricer.simulate, options.max_simulated)
-    ranked = replay_small(distinct(settled)[: options.num_ranked], pricer.simulate, options)
+    search = searched(model, cluster, job, wanted, options.must, options.ends)
+    pricer = search.pricer
+    replayed = settle(search.fastest(), pricer.simulate, options.max_simulated)
+    if not replayed:
+        raise nothing_fits(model, cluster, job, wanted, next(search.smallest()))
+    best = distinct(replayed, search, options.num_ranked)
+    ranked = replay_small(best, pricer.simulate, options)
+    if is_reordered(cluster, wanted):
+        ranked = replay_small(reordered(ranked, search, options), pricer.simulate, options)
+    front = tuple(islice(search.front(), options.num_front))
     advice = tuple(advise(model, cluster, job))
-    why = explain(ranked[0], [*priced, *evener], space.refused, pricer, advice)
+    why = explain(ranked[0], search, advice, is_reordered=is_reordered(cluster, wanted))
     return PlanResult(
         plan=Plan(model=model, cluster=cluster, job=job, strategy=ranked[0].strategy, why=why),
         forecast=ranked[0],
         ranked=tuple(ranked),
-        pareto=tuple(pareto_front(fitting)),
-        refused=tuple(summarise(space.refused, priced)),
+        pareto=front,
+        refused=tuple(summarise(search.refused, search.priced)),
         advice=advice,
-        num_priced=len(priced) + len(evener),
+        num_priced=len(search.priced),
     )
 
 
@@ -124,54 +128,72 @@ def degrees(strategy: Strategy) -> tuple[int, int, int]:
     return strategy.dp, strategy.tp, strategy.pp
 
 
-def distinct(ordered: Iterable[Forecast]) -> list[Forecast]:
-    """The first forecast of each (dp, tp, pp)."""
-    first: dict[tuple[int, int, int], Forecast] = {}
-    for forecast in ordered:
-        first.setdefault(degrees(forecast.strategy), forecast)
-    return list(first.values())
-
-
-def best_of_each_kind(ordered: Iterable[Forecast]) -> list[Strategy]:
-    """The first strategy of each (dp, tp, pp, ZeRO stage, recompute)."""
-    first: dict[tuple[object, ...], Strategy] = {}
-    for forecast in ordered:
-        strategy = forecast.strategy
-        first.setdefault((*degrees(strategy), strategy.zero, strategy.recompute), strategy)
-    return list(first.values())
-
-
-def pareto_front(ordered: Iterable[Forecast]) -> list[Forecast]:
-    """Of forecasts in order of time, those that need less memory than every faster one."""
-    front: list[Forecast] = []
-    for forecast in ordered:
-        if not front or forecast.memory.total_bytes < front[-1].memory.total_bytes:
-            front.append(forecast)
-    return front
-
-
 def settle(ordered: Iterable[Forecast], simulate: Callable[[Forecast], Forecast], budget: int) -> list[Forecast]:
     """Replay the first with the clock until the first has been replayed, or is too long for that.
 
     The closed form is a lower bound on the clock's time, so a replayed forecast that stays first is the fastest of
-    all. Where `budget` replays do not settle it, replayed forecasts stand before the others.
+    all. Returns what was replayed, and what was too long for it, fastest first; nothing where there is nothing.
+
+    Args:
+        ordered: by the closed form, fastest first; no more of it is asked for than it takes.
+        budget: replays at most.
     """
-    ranked = list(ordered)
-    for _ in range(budget):
-        if ranked[0].simulated or is_long(ranked[0].strategy):
-            return ranked
-        insort(ranked, simulate(ranked.pop(0)), key=_order)
-    return sorted(ranked, key=lambda f: (not f.simulated, _order(f)))
+    replayed: list[Forecast] = []
+    for forecast in ordered:
+        if replayed and (len(replayed) >= budget or _order(replayed[0]) <= _order(forecast)):
+            break
+        if forecast.simulated or is_long(forecast.strategy):
+            insort(replayed, forecast, key=_order)
+            break
+        insort(replayed, simulate(forecast), key=_order)
+    return replayed
+
+
+def distinct(replayed: Sequence[Forecast], search: Search, limit: int) -> list[Forecast]:
+    """The first forecast of each (dp, tp, pp), as far as they were replayed, and of the others by the closed form."""
+    found: dict[tuple[int, int, int], Forecast] = {}
+    for forecast in replayed[:limit]:
+        found.setdefault(degrees(forecast.strategy), forecast)
+    known = {id(forecast.strategy) for forecast in replayed}
+    others = (f for f in search.fastest(lambda s: degrees(s) not in found) if id(f.strategy) not in known)
+    while len(found) < limit:
+        following = next(others, None)
+        if following is None:
+            break
+        found.setdefault(degrees(following.strategy), following)
+    return [replayed[0], *in_order(f for f in found.values() if f is not replayed[0])]
+
+
+def is_reordered(cluster: ClusterSpec, fix: Mapping[str, Any]) -> bool:
+    """Whether schedules are tried that the clock alone can time. Idle slots of CPU ranks, which share cores, are not
+    lost."""
+    return cluster.backend != "gloo" and not fix.keys() & {"schedule", "num_chunks", "layers_per_stage", "tile"}
+
+
+def reordered(ranked: Sequence[Forecast], search: Search, options: Options) -> list[Forecast]:
+    """The first few under the schedule that makes them fastest and fits; the fastest of these stands first."""
+    few, rest = ranked[: options.num_reordered], ranked[options.num_reordered :]
+    found = [faster_order(forecast, search.pricer, options.must) for forecast in few]
+    tried = [other.forecast if other else forecast for forecast, other in zip(few, found, strict=True)]
+    first = min((f for f in tried if f.simulated or is_long(f.strategy)), key=_order)
+    return [first, *in_order([*(f for f in tried if f is not first), *rest])]
 
 
 def replay_small(
     ranked: Sequence[Forecast], simulate: Callable[[Forecast], Forecast], options: Options
 ) -> list[Forecast]:
-    """Replay the first few timetables that are not large; the first strategy stays first."""
-    few = ranked[: options.num_simulated]
-    small = (f.simulated or num_cells(f.strategy) > options.max_cells for f in few)
-    replayed = [f if keep else simulate(f) for f, keep in zip(few, small, strict=True)]
-    return [ranked[0], *in_order([*replayed[1:], *ranked[options.num_simulated :]])]
+    """Replay timetables that are not large, until the first few are replayed; the first strategy stays first."""
+    first, rest = ranked[0], list(ranked[1:])
+    if not first.simulated and num_cells(first.strategy) <= options.max_cells:
+        first = simulate(first)
+    for _ in range(2 * options.num_simulated):
+        few = enumerate(rest[: options.num_simulated - 1])
+        at = next((i for i, f in few if not f.simulated and num_cells(f.strategy) <= options.max_cells), None)
+        if at is None:
+            break
+        rest[at] = simulate(rest[at])
+        rest = in_order(rest)
+    return [first, *rest]
 
 
 def summarise(refused: Sequence[Refusal], priced: Sequence[Forecast]) -> list[RefusalSummary]:

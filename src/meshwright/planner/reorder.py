@@ -6,7 +6,7 @@ offered for every strategy; the winner's degrees, micro-batches and ZeRO stage a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.cluster import ClusterSpec
@@ -17,6 +17,7 @@ from meshwright.core.schedule import schedules
 from meshwright.core.strategy import Strategy
 from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import chunk_choices
+from meshwright.planner.must import Must, broken
 from meshwright.planner.price import Forecast, Pricer, num_cells
 
 MAX_CELLS = 2**12
@@ -36,17 +37,18 @@ class Reordered:
     """What it holds more than the winner; less, if below 0."""
 
 
-def faster_order(winner: Forecast, pricer: Pricer) -> Reordered | None:
+def faster_order(winner: Forecast, pricer: Pricer, musts: Sequence[Must] = ()) -> Reordered | None:
     """The fastest that fits among the winner's other schedules; None where there is none worth a word."""
     if winner.strategy.pp == 1 or not winner.simulated:
         return None
-    tried = (pricer.forecast(s) for s in _others(winner.strategy, pricer.model, pricer.cluster, pricer.job))
+    others = [s for s in _others(winner.strategy, pricer.model, pricer.cluster, pricer.job) if broken(musts, s) is None]
     best = winner
-    for forecast in sorted((f for f in tried if f.fits), key=lambda f: f.step_time.total_s):
-        if forecast.step_time.total_s >= best.step_time.total_s:
+    for bound_s, _, strategy in sorted((pricer.step_time(s).total_s, at, s) for at, s in enumerate(others)):
+        if bound_s >= best.step_time.total_s:
             break  # a forecast is a lower bound on what the clock finds
-        timed = pricer.simulate(forecast)
-        best = min(best, timed, key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+        forecast = pricer.forecast(strategy)
+        if forecast.fits:
+            best = min(best, pricer.simulate(forecast), key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
     gain = 1 - best.step_time.total_s / winner.step_time.total_s
     more_bytes = best.memory.total_bytes - winner.memory.total_bytes
     return Reordered(best, gain, more_bytes) if gain >= LEAST_GAIN else None
@@ -54,7 +56,8 @@ def faster_order(winner: Forecast, pricer: Pricer) -> Reordered | None:
 
 def _others(winner: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
     for name, schedule in schedules().items():
-        if schedule.is_offered or schedule.is_asynchronous:
+        is_searched = schedule.is_offered or (schedule.fills_bubbles and cluster.backend != "gloo")
+        if is_searched or schedule.is_asynchronous:
             continue
         for chunks in chunk_choices(schedule, winner.pp, model.num_layers):
             even = winner.model_copy(update={"schedule": name, "num_chunks": chunks, "layers_per_stage": None})

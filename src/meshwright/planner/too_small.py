@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.strategy import Offload, Strategy
+from meshwright.core.strategy import Offload
 from meshwright.core.units import format_bytes
-from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import in_words
-from meshwright.planner.price import Forecast, Pricer
+from meshwright.planner.price import Forecast
+from meshwright.planner.search import searched
 
 KINDS = ("optimizer", "gradients", "parameters")
 """What may be offloaded, in the order in which a step misses it least."""
@@ -30,10 +30,9 @@ MAX_GROWTH = 64
 
 
 def nothing_fits(
-    model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], priced: Sequence[Forecast]
+    model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], closest: Forecast
 ) -> RuleError:
-    """The error to raise, one line."""
-    closest = min(priced, key=lambda f: f.device_bytes)
+    """The error to raise, one line. `closest`: the strategy that needs least."""
     fixed = f" with {in_words(fix)}" if fix else ""
     held = closest.memory
     message = (
@@ -87,17 +86,13 @@ def _offloaded(found: Forecast, cluster: ClusterSpec) -> str:
 
 
 def _smallest(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Forecast | None:
-    """The legal strategy that needs least memory; larger micro-batches never need less."""
-    sized = "micro_batch_size" in fix or "num_micro_batches" in fix
-    try:
-        legal = strategies(model, cluster, job, fix if sized else {**fix, "micro_batch_size": 1}).legal
-    except RuleError:
-        return None
-    pricer = Pricer(model, cluster, job)
-    shared = cluster.host_is_device
-
-    def device_bytes(strategy: Strategy) -> int:
-        held = pricer.fullest(strategy)[1]
-        return held.total_bytes + held.host_bytes * shared
-
-    return pricer.forecast(min(legal, key=device_bytes))
+    """The legal strategy that needs least memory; larger micro-batches, and what is not run again, never need less."""
+    is_sized = "micro_batch_size" in fix or "num_micro_batches" in fix
+    least: dict[str, Any] = {} if is_sized else {"micro_batch_size": 1}
+    least |= {} if "recompute" in fix or "tile" in fix else {"recompute": "full"}
+    for more in (least, {}):
+        try:
+            return next(searched(model, cluster, job, {**fix, **more}).smallest())
+        except RuleError:
+            continue
+    return None

@@ -60,6 +60,7 @@ SCHEDULE = Schedule(
     chunks=None,
     fault=fault,
     is_offered=False,
+    fills_bubbles=True,
     num_slots=looped_slots,
     num_live=lambda size, rank: min(_num_warmup(size, rank) + 1, size.num_chunks * size.num_micro_batches),
 )

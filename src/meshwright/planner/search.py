@@ -1,0 +1,176 @@
+"""Best first: a tree of choices in order of what they can reach at best, of which few are priced in full.
+
+    degrees, ZeRO, ...  ─┐
+    + micro-batches, recomputation      a bound on seconds and bytes; in the queue
+    + schedule                          a tighter bound; in the queue again
+    + stages even or balanced           priced: exact; first in the queue when nothing else can be faster
+
+What leaves the queue priced is the next in the order of time, so that a question for the first of a kind is answered
+without pricing the rest, and the answer is that of pricing all. What has been priced is kept for the next question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any
+
+from meshwright.core.cluster import ClusterSpec
+from meshwright.core.job import Job
+from meshwright.core.model import ModelSpec
+from meshwright.core.strategy import Strategy
+from meshwright.planner.balance import Ends, balanced, balanced_by
+from meshwright.planner.bounds import Bound, Bounds
+from meshwright.planner.enumerate import Choices, Refusal, nothing_legal, open_advice, strategies
+from meshwright.planner.must import Must, broken, kept
+from meshwright.planner.price import Forecast, Pricer
+
+SIZED, ORDERED, PRICED = range(3)
+"""How far a strategy is chosen."""
+
+Admits = Callable[[Strategy], bool]
+
+
+@dataclass(slots=True)
+class _Node:
+    """A strategy as far as it is chosen."""
+
+    strategy: Strategy
+    level: int
+    bound: Bound
+    forecast: Forecast | None = None
+    children: list[_Node] | None = field(default=None)
+
+
+def searched(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    job: Job,
+    fix: Mapping[str, Any],
+    musts: tuple[Must, ...] = (),
+    ends: Ends | None = None,
+) -> Search:
+    """All strategies that agree with `fix` (values as from :func:`meshwright.planner.fix.check_fix`) and keep `musts`.
+
+    Raises RuleError where there is none: as :func:`meshwright.planner.enumerate.strategies`, or with rule `must`.
+    """
+    pricer = Pricer(model, cluster, job)
+    for advice in (open_advice(fix), ()):
+        search = Search(Choices(model, cluster, job, fix, advice), pricer, musts, ends)
+        if search.is_any:
+            return search
+    legal = strategies(model, cluster, job, fix).legal
+    kept(musts, legal)
+    raise nothing_legal(model, cluster, job, fix, search.refused)
+
+
+class Search:
+    """Of one space of choices. `priced` are those priced in full."""
+
+    def __init__(
+        self, choices: Choices, pricer: Pricer, musts: tuple[Must, ...] = (), ends: Ends | None = None
+    ) -> None:
+        self._choices = choices
+        self.pricer = pricer
+        self._musts = musts
+        self._ends = ends
+        self._bounds = Bounds(choices.model, choices.cluster, choices.job, pricer.parts, is_cut=ends is not None)
+        self.priced: list[Forecast] = []
+        early = [must for must in musts if must.field != "num_chunks"]
+        self._roots = [
+            _Node(sized, SIZED, self._bounds.sized(sized))
+            for split in choices.splits()
+            for sized in choices.sizes(split)
+            if broken(early, sized) is None
+        ]
+
+    @property
+    def refused(self) -> list[Refusal]:
+        """What rules speak against, as far as the tree was walked."""
+        return self._choices.refused
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is legal, and kept."""
+        ordered = (child for root in self._roots for child in self._children(root))
+        return any(self._choices.is_allowed(node.strategy) for node in ordered)
+
+    def fastest(self, admits: Admits = lambda strategy: True) -> Iterator[Forecast]:
+        """Those that fit, in order of time, of equally fast ones the smaller first.
+
+        Args:
+            admits: asked again and again of strategies whose schedule may still be open, and of priced ones: what it
+                refuses, with all that may become of it, is left out.
+        """
+        usable = self.pricer.room.usable_memory_bytes
+        return self._walk(
+            lambda node: (node.bound.seconds, node.bound.num_bytes),
+            lambda node: node.bound.num_bytes <= usable and admits(node.strategy),
+            lambda forecast: forecast.fits,
+        )
+
+    def front(self) -> Iterator[Forecast]:
+        """Those that fit and need less memory than every faster one, in order of time."""
+        most = [self.pricer.room.usable_memory_bytes + 1]
+        for forecast in self._walk(
+            lambda node: (node.bound.seconds, node.bound.num_bytes),
+            lambda node: node.bound.num_bytes < most[0],
+            lambda forecast: forecast.fits,
+        ):
+            yield forecast
+            most[0] = forecast.device_bytes
+
+    def smallest(self, admits: Admits = lambda strategy: True) -> Iterator[Forecast]:
+        """All, in order of their fullest rank's memory, whether they fit or not."""
+        return self._walk(
+            lambda node: (node.bound.num_bytes, node.bound.seconds), lambda node: admits(node.strategy), lambda _: True
+        )
+
+    def _walk(
+        self,
+        key: Callable[[_Node], tuple[float, float]],
+        admits: Callable[[_Node], bool],
+        counts: Callable[[Forecast], bool],
+    ) -> Iterator[Forecast]:
+        tie = count()
+        queue = [(key(node), next(tie), node) for node in self._roots if admits(node)]
+        heapify(queue)
+        while queue:
+            _, _, node = heappop(queue)
+            if not admits(node):
+                continue
+            if node.forecast is not None:
+                yield node.forecast
+                continue
+            for child in self._children(node):
+                if admits(child) and (child.forecast is None or counts(child.forecast)):
+                    heappush(queue, (key(child), next(tie), child))
+
+    def _children(self, node: _Node) -> list[_Node]:
+        if node.children is None:
+            node.children = list(self._ordered(node) if node.level == SIZED else self._priced(node))
+        return node.children
+
+    def _ordered(self, node: _Node) -> Iterator[_Node]:
+        for strategy in self._choices.orders(node.strategy):
+            if broken(self._musts, strategy) is None:
+                for cut in self._cuts(strategy):
+                    yield _Node(cut, ORDERED, self._bounds.ordered(cut, node.bound))
+
+    def _cuts(self, strategy: Strategy) -> Iterator[Strategy]:
+        """Even stages, and those balanced by forecast; or those balanced by what was measured."""
+        if self._ends is not None:
+            yield balanced_by(self._ends, strategy, self._choices.model.num_layers)
+            return
+        yield strategy
+        yield from balanced([strategy], self._choices.model, self._choices.job)
+
+    def _priced(self, node: _Node) -> Iterator[_Node]:
+        if not self._choices.is_legal(node.strategy):
+            return
+        forecast = self.pricer.forecast(node.strategy)
+        self.priced.append(forecast)
+        bound = replace(node.bound, seconds=forecast.step_time.total_s, num_bytes=forecast.device_bytes)
+        yield _Node(node.strategy, PRICED, bound, forecast)
