@@ -21,6 +21,10 @@ CASES = {
     "odd layers": ({"num_layers": 7, "tied_embeddings": True}, (1, 4), {}),
     "little memory": ({"num_layers": 8, "vocab_size": 4096}, (1, 4), {"memory_bytes": 12 * 10**6}),
     "mixture": (MIXTURE, (1, 4), {}),
+    "mixture, first layer dense": ({**MIXTURE, "num_layers": 6, "dense_layers": (0,)}, (1, 4), {}),
+    "mixture, costly layers dense": (
+        {**MIXTURE, "num_layers": 6, "dense_layers": (0, 1, 4), "ffn_size": 4096}, "1x4xh100", {}
+    ),
     "cpu": ({"num_layers": 6}, (2, 2), {"backend": "gloo"}),
     "zero bubble": ({"num_layers": 8}, (1, 4), {"fix": ["schedule=zb-h1"]}),
     "all gathered": ({"num_layers": 4}, (2, 2), {"fix": ["zero=3"]}),

@@ -2,7 +2,8 @@
 
     seconds   what all ranks compute together, evenly divided; what a pipeline's last rank waits for before and after;
               what the mean rank reduces beyond what backward may hide, gathers and updates
-    bytes     states of the first rank, and as many micro-batches as the schedule makes it hold, of its fewest layers
+    bytes     states of the first rank, and as many micro-batches as the schedule makes it hold, of its fewest layers;
+              states of the mean rank
 
 Both are read off the real prices of one layer and of one bucket that holds all of a rank, so that no formula is
 written twice. Collectives cost no less in several calls than in one: their seconds are concave in their bytes.
@@ -33,6 +34,10 @@ ALONE = {
     "recompute_layers": None, "tile": 1,
 }  # fmt: skip
 """What one micro-batch on one stage does not depend on."""
+LESS = 1 - 1e-9
+"""A bound stays one where sums round otherwise."""
+FEWEST_LAYERS = 4
+"""Of a model that has a layer of each kind between its ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,9 @@ class Split:
     """Of the first rank's reduction of gradients."""
     update_s: float
     states_bytes: int
+    """Of the first rank."""
+    mean_bytes: int
+    """Likewise, of the mean one: the fullest holds no less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,7 @@ class _Cut:
     """Layers of the first stage."""
     fewest: int
     """Layers of the shortest stage of the first rank."""
+    fewest_of_all: int
 
 
 class Bounds:
@@ -139,7 +148,9 @@ class Bounds:
     def _bound(self, s: Strategy, split: Split, work: Work, *, is_ordered: bool) -> Bound:
         pipeline_s = self._alone_s(s, split, work) if s.pp == 1 else self._pipeline_s(s, split, work, is_ordered)
         after_s = sum(split.phases.get(phase, 0.0) for phase in ("count", "norm", "parameters"))
-        num_bytes = split.states_bytes + self._kept_bytes(s, work, is_ordered)
+        mean_kept_bytes = self._mean_kept_bytes(s, work) if is_ordered and split.mean_bytes else 0
+        first_bytes = split.states_bytes + self._kept_bytes(s, work, is_ordered)
+        num_bytes = max(first_bytes, split.mean_bytes + mean_kept_bytes)
         return Bound(pipeline_s + after_s + split.update_s, num_bytes, split, work)
 
     def _alone_s(self, s: Strategy, split: Split, work: Work) -> float:
@@ -203,7 +214,7 @@ class Bounds:
         ]
         longest = {(way.before == 0, way.own, way.own_again, way.has_head): way for way in ways}  # the last of each
         fewest = min(counts[stage] for stage in s.rank_stages(0))
-        return _Cut(tuple(longest.values()), counts[0], fewest)
+        return _Cut(tuple(longest.values()), counts[0], fewest, min(counts))
 
     def _least_before(self, s: Strategy) -> float:
         """Layers that a micro-batch passes before it comes to a rank, on the mean."""
@@ -235,6 +246,14 @@ class Bounds:
             whole, again = min(whole, kept.postponed), min(again, kept.postponed)
         return num_live(s.pipeline, 0) * self._of_layers(s, self._cut(s).fewest, again, whole)
 
+    def _mean_kept_bytes(self, s: Strategy, work: Work) -> int:
+        """Of the mean rank, where every rank has one stage and the schedule says how many micro-batches it holds."""
+        num_live = s.pipeline_schedule.num_live
+        if num_live is None or not is_declared(s):
+            return 0
+        held = sum(num_live(s.pipeline, rank) for rank in range(s.pp))
+        return held * self._of_layers(s, self._cut(s).fewest_of_all, work.kept.layer, work.kept.whole) // s.pp
+
     def _of_layers(self, s: Strategy, num_layers: int, again: int, whole: int) -> int:
         """Bytes of layers of which some are run again."""
         run_again = s.num_recomputed(num_layers)
@@ -256,10 +275,13 @@ class Bounds:
         if s.recompute_layers is not None:
             longest = max(map(len, s.stage_layers(self.model.num_layers)))
             whole = self._work(s.model_copy(update={"recompute_layers": None}))
-            more_s = min(1.0, s.recompute_layers / longest) * (whole.backward - plain.backward)
+            share = 0.0 if self.model.dense_layers else min(1.0, s.recompute_layers / longest)
+            more_s = share * (whole.backward - plain.backward)
             return replace(whole, backward=plain.backward + more_s)
         _, compute = self._parts.stage(alone, 0)
-        ways = [_way_s(way, self.model) for way in (compute.forward, compute.backward)]
+        ways = [_way_s(way, self.model.num_layers) for way in (compute.forward, compute.backward)]
+        if self.model.dense_layers:
+            ways = [replace(way, layer=layer_s) for way, layer_s in zip(ways, self._cheapest(alone), strict=True)]
         backward_s, is_again = total_s(compute.backward), s.recompute != "none"
         host_s = sum(term.seconds for term in compute.backward if term.name == "launches")
         mean_s = (backward_s - ways[1].head - host_s) / self.model.num_layers
@@ -274,6 +296,19 @@ class Bounds:
             host=host_s,
             kept=least_kept_bytes(self.model, self.job, s),
         )
+
+    def _cheapest(self, s: Strategy) -> tuple[float, float]:
+        """Forward and backward of a layer with experts or of one without, whichever is less, without the host's part.
+
+        Of a model of the same layers, one to a stage, whose second is without and whose third is with them.
+        """
+        if self.model.num_layers < FEWEST_LAYERS:
+            return 0.0, 0.0
+        model = self.model.model_copy(update={"dense_layers": (1,)})
+        parts, one_each = self._parts.of(model), s.model_copy(update={"pp": model.num_layers})
+        kinds = [parts.stage(one_each, stage)[1] for stage in (1, 2)]
+        forward_s, backward_s = zip(*((_device_s(k.forward), _device_s(k.backward)) for k in kinds), strict=True)
+        return min(forward_s), min(backward_s)
 
     def _split(self, s: Strategy) -> Split:
         zero = s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, s.reduces_each, s.bucket_bytes, s.offload
@@ -292,8 +327,13 @@ class Bounds:
         first_s = self._phases(s, _buckets(*first, 1)).get("gradients", 0.0) if s.pp > 1 else 0.0
         update_s = s.num_updates * optimizer_s(sum(mean), self.job, s, self.cluster) * (not s.offload.delayed)
         held = _buckets(*(size.all if s.pp == 1 else first), 1)
-        states_bytes = constant_memory(self.model, self.job, s, first_of(0), held).states_bytes
-        return Split(phases, first_s, update_s, states_bytes)
+        has_mean = s.pp > 1 and not s.pipeline_schedule.is_asynchronous  # whose ranks keep unequally many versions
+        return Split(
+            phases, first_s, update_s, self._states(s, held), self._states(s, _buckets(*mean, 1)) if has_mean else 0
+        )
+
+    def _states(self, s: Strategy, buckets: tuple[Bucket, ...]) -> int:
+        return constant_memory(self.model, self.job, s, first_of(0), buckets).states_bytes
 
     def _phases(self, s: Strategy, buckets: tuple[Bucket, ...]) -> dict[str, float]:
         sent = step_traffic(self.model, s, first_of(0), buckets)
@@ -324,12 +364,16 @@ class _WayS:
     head: float
 
 
-def _way_s(terms: Iterable[TimeTerm], model: ModelSpec) -> _WayS:
+def _way_s(terms: Iterable[TimeTerm], num_layers: int) -> _WayS:
     """Of all layers' calls of collectives, as many as two layers make are the ends'."""
     seconds = {term.name: term.seconds for term in terms}
     head_s, sent_s = seconds.pop("head", 0.0), seconds.pop("tensor-parallel reductions", 0.0)
-    layer_s = sum(seconds.values()) / model.num_layers + sent_s / (model.num_layers + 2)
-    return _WayS(0.0 if model.dense_layers else layer_s * (1 - 1e-9), head_s)
+    layer_s = sum(seconds.values()) / num_layers + sent_s / (num_layers + 2)
+    return _WayS(layer_s * LESS, head_s)
+
+
+def _device_s(terms: Iterable[TimeTerm]) -> float:
+    return sum(term.seconds for term in terms if term.name != "launches") * LESS
 
 
 def _buckets(whole: int, spread: int, num: int) -> tuple[Bucket, ...]:

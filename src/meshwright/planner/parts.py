@@ -118,6 +118,10 @@ class Parts:
         self._last: tuple[Strategy, _Keys] | None = None
         self._known: dict[Key, object] = {}
 
+    def of(self, model: ModelSpec) -> Parts:
+        """Likewise, of another model."""
+        return Parts(model, self.cluster, self.job, self.stack)
+
     def _once(self, key: Key, find: Callable[[], Found]) -> Found:
         found = self._known.get(key)
         if found is None:
