@@ -15,7 +15,7 @@ from meshwright.core.errors import InputError, RuleError
 from meshwright.core.job import Job
 from meshwright.core.layouts import Expert
 from meshwright.core.model import ModelSpec
-from meshwright.core.rules import Case, Violation, violations
+from meshwright.core.rules import Violation, violations
 from meshwright.core.strategy import Precision, Strategy
 from meshwright.core.units import counted
 from meshwright.core.values import MAX_SIZE, Value, parse_toml, read_text, write_text
@@ -151,8 +151,7 @@ OF_TRAINING = ("world",)
 def broken_rules(layout: Layout, model: ModelSpec, cluster: ClusterSpec, requests: Requests) -> list[Violation]:
     """The rules of :mod:`meshwright.core.rules` that a layout breaks, in table order."""
     job = Job(seq_length=requests.length, global_batch_size=layout.replicas)
-    case = Case(layout.strategy, model, cluster, job)
-    found = violations(case.strategy, case.model, case.cluster, case.job)
+    found = violations(layout.strategy, model, cluster, job)
     return [violation for violation in found if violation.rule.id not in OF_TRAINING]
 
 

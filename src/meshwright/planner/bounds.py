@@ -279,19 +279,20 @@ class Bounds:
             more_s = share * (whole.backward - plain.backward)
             return replace(whole, backward=plain.backward + more_s)
         _, compute = self._parts.stage(alone, 0)
-        ways = [_way_s(way, self.model.num_layers) for way in (compute.forward, compute.backward)]
+        passes = [_pass_s(terms, self.model.num_layers) for terms in (compute.forward, compute.backward)]
         if self.model.dense_layers:
-            ways = [replace(way, layer=layer_s) for way, layer_s in zip(ways, self._cheapest(alone), strict=True)]
+            cheapest = self._cheapest(alone)
+            passes = [replace(each, layer_s=layer_s) for each, layer_s in zip(passes, cheapest, strict=True)]
         backward_s, is_again = total_s(compute.backward), s.recompute != "none"
         host_s = sum(term.seconds for term in compute.backward if term.name == "launches")
-        mean_s = (backward_s - ways[1].head - host_s) / self.model.num_layers
+        mean_s = (backward_s - passes[1].head_s - host_s) / self.model.num_layers
         return Work(
             forward=total_s(compute.forward),
             backward=backward_s,
-            layer_forward=ways[0].layer,
-            layer_backward=plain.layer_backward if is_again else ways[1].layer,
-            again=max(0.0, ways[1].layer - plain.layer_backward) if is_again else 0.0,
-            head=ways[0].head + ways[1].head,
+            layer_forward=passes[0].layer_s,
+            layer_backward=plain.layer_backward if is_again else passes[1].layer_s,
+            again=max(0.0, passes[1].layer_s - plain.layer_backward) if is_again else 0.0,
+            head=passes[0].head_s + passes[1].head_s,
             gradients=backward_s if self.model.dense_layers else mean_s,
             host=host_s,
             kept=least_kept_bytes(self.model, self.job, s),
@@ -357,19 +358,19 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class _WayS:
-    """Seconds of one layer, at least, and of the head."""
+class _Pass:
+    """Seconds of a forward, or a backward: of one layer, at least, and of the head."""
 
-    layer: float
-    head: float
+    layer_s: float
+    head_s: float
 
 
-def _way_s(terms: Iterable[TimeTerm], num_layers: int) -> _WayS:
+def _pass_s(terms: Iterable[TimeTerm], num_layers: int) -> _Pass:
     """Of all layers' calls of collectives, as many as two layers make are the ends'."""
     seconds = {term.name: term.seconds for term in terms}
     head_s, sent_s = seconds.pop("head", 0.0), seconds.pop("tensor-parallel reductions", 0.0)
     layer_s = sum(seconds.values()) / num_layers + sent_s / (num_layers + 2)
-    return _WayS(layer_s * LESS, head_s)
+    return _Pass(layer_s * LESS, head_s)
 
 
 def _device_s(terms: Iterable[TimeTerm]) -> float:

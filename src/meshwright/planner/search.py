@@ -12,7 +12,7 @@ without pricing the rest, and the answer is that of pricing all. What has been p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
@@ -41,7 +41,7 @@ class _Node:
     level: int
     bound: Bound
     forecast: Forecast | None = None
-    children: list[_Node] | None = field(default=None)
+    children: list[_Node] | None = None
 
 
 def searched(

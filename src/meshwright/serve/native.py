@@ -1,10 +1,9 @@
 """Kernels for what a step does between its products, and for products in bf16 on processors with matrix tiles, compiled
 on this machine: the one place that chooses them.
 
-`kernels.cpp` and `products.cpp` are compiled once with the machine's own
-compiler, for its own processor, and kept in the user's cache.
-Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and everything runs as plain PyTorch.
-The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch has loaded.
+`kernels.cpp` and `products.cpp` are compiled once with the machine's own compiler, for its own processor, and kept in
+the user's cache. Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and everything runs
+as plain PyTorch. The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch has loaded.
 """
 
 from __future__ import annotations
