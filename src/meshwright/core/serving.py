@@ -69,6 +69,7 @@ class Layout(Value):
 
     @property
     def num_devices(self) -> int:
+        """Of all replicas, one rank each."""
         return self.replicas * self.tp * self.pp
 
     @property

@@ -70,6 +70,7 @@ class Work:
 
     @property
     def num_tokens(self) -> float:
+        """Of those that decode and of prompts."""
         return self.num_decoding + self.num_prompt
 
 

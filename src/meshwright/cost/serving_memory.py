@@ -42,6 +42,7 @@ class ServingMemory(Weights):
 
     @property
     def fixed_bytes(self) -> int:
+        """All but the cache."""
         return self.weights_bytes + self.working_bytes
 
 
