@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,10 @@ def test_links_are_written_through(tmp_path: Path) -> None:
     write_text(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_pickled_value_is_its_fields_alone():
+    strategy = Strategy(pp=2)
+    assert strategy.pipeline_schedule.name == "1f1b"  # cached, and not to be pickled
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert "pipeline_schedule" not in pickle.loads(pickle.dumps(strategy)).__dict__

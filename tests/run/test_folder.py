@@ -66,7 +66,7 @@ def test_a_run_is_not_changed_by_what_becomes_of_the_table(home: Path) -> None:
     before = rows(made)
     run.write(made, TrainOptions())
     (home / "tables" / "own.csv").write_text(OTHER)
-    assert rows(run.plan()) == before != rows(made)
+    assert rows(run.plan()) == before != rows(plan("tables/own.csv"))
     os.rename("run", "moved")
     assert rows(RunFolder(Path("moved")).plan()) == before
 
@@ -77,6 +77,7 @@ def test_ranks_read_the_copy_if_it_is_that_of_their_table(home: Path) -> None:
     run.write(made, TrainOptions())
     assert run.on_copy(made).strategy.schedule == "run/schedule.csv"
     (home / "tables" / "own.csv").write_text(OTHER)
+    made = plan("tables/own.csv")
     assert run.on_copy(made) == made, "resumed with another table"
     run.write(made, TrainOptions())
     assert rows(run.plan()) == rows(made)

@@ -222,7 +222,7 @@ class Strategy(Value):
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """What the schedule of that name declares."""
+        """What the schedule of that name declares; of a file, as it was when this was first asked."""
         return find_schedule(self.schedule)
 
     @property

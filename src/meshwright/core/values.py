@@ -57,6 +57,11 @@ class Value(BaseModel, metaclass=_ValueType):
                 del copied.__dict__[key]
         return copied
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """What is pickled: fields alone, likewise."""
+        state, fields = super().__getstate__(), type(self).__pydantic_fields__
+        return {**state, "__dict__": {name: value for name, value in state["__dict__"].items() if name in fields}}
+
     @classmethod
     def parse(cls, data: dict[str, Any], where: str) -> Self:
         """Build from plain data. Raises InputError naming `where` and the offending key."""
