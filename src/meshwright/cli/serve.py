@@ -65,18 +65,19 @@ def serve_command(
 
 
 def _plan(path: Path) -> Plan | ServingPlan:
-    """Of either kind. Raises UnsupportedError where replicas share experts."""
+    """Of either kind. Raises UnsupportedError where one for serving cannot be served."""
     from meshwright.core.errors import UnsupportedError
     from meshwright.core.plan import Plan
     from meshwright.core.serving import ServingPlan, is_serving
+    from meshwright.serve.servable import check_plan
 
     if not is_serving(path):
         return Plan.load(path)
     plan = ServingPlan.load(path)
-    if plan.layout.ep > 1:
-        raise UnsupportedError(
-            f"{path}: ep={plan.layout.ep}: replicas that share experts can be planned, not served; plan with --fix ep=1"
-        )
+    try:
+        check_plan(plan)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from None
     return plan
 
 

@@ -89,12 +89,10 @@ def plan(spec: ModelSpec, cluster: ClusterSpec, asked: Requests, fix: Sequence[s
 def _not_served(made: ServingPlan) -> str | None:
     """Why `meshwright serve` refuses the plan."""
     from meshwright.core.errors import UnsupportedError
-    from meshwright.serve.servable import check_servable
+    from meshwright.serve.servable import check_plan
 
-    if made.layout.ep > 1:
-        return f"ep={made.layout.ep}: `meshwright serve` runs no replicas that share experts; --fix ep=1 plans without"
     try:
-        check_servable(made.model, made.strategy)
+        check_plan(made)
     except UnsupportedError as error:
         return f"`meshwright serve` does not run this plan: {error}"
     return None

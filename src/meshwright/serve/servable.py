@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.model import ModelSpec
+from meshwright.core.serving import ServingPlan
 from meshwright.core.strategy import Strategy
+
+
+def check_plan(plan: ServingPlan) -> None:
+    """Raises UnsupportedError where a replica of a plan for serving cannot be served."""
+    if (ep := plan.layout.ep) > 1:
+        raise UnsupportedError(f"ep={ep}: replicas that share experts can be planned, not served; plan with --fix ep=1")
+    check_servable(plan.model, plan.strategy)
 
 
 def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
