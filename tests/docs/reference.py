@@ -24,7 +24,7 @@ from meshwright.core.schedule import schedules as declared_schedules
 from meshwright.core.sources import cluster_names, device_names, load_cluster, load_model, model_names
 from meshwright.core.units import format_bytes, format_time
 from meshwright.models.build import build
-from meshwright.planner.advise import ADVICE_RULES, describe
+from meshwright.planner.advise import ADVICE_RULES
 from meshwright.run import options
 from tests.house.source import modules
 
@@ -176,7 +176,7 @@ def rules() -> str:
 
 def advice() -> str:
     """One line per rule of thumb."""
-    return table(("rule", "advice", "source"), ((_code(rule.id), describe(rule), rule.source) for rule in ADVICE_RULES))
+    return table(("rule", "advice", "source"), ((_code(rule.id), rule.advice, rule.source) for rule in ADVICE_RULES))
 
 
 # --- ledger ------------------------------------------------------------------------------------------------

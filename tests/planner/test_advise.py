@@ -10,7 +10,7 @@ import pytest
 from meshwright.core.cluster import Link
 from meshwright.core.job import Job
 from meshwright.core.serving import Requests
-from meshwright.planner.advise import ADVICE_RULES, Facts, advise, advise_on, advise_serving, describe, facts
+from meshwright.planner.advise import ADVICE_RULES, Facts, advise, advise_on, advise_serving, facts
 
 BOOLEANS = [f.name for f in fields(Facts) if f.type == "bool"]
 SIZES = [(1, 1), (8, 1), (16, 2)]
@@ -56,11 +56,6 @@ def test_rows_are_unique_and_sourced():
     ids = [rule.id for rule in ADVICE_RULES]
     assert ids == ["S1", "S2", "S3", "N1", "N2", "N3", "N4", "M1", "M2", *(f"G{i}" for i in range(1, 9)), "P1"]
     assert all(rule.advice and rule.source for rule in ADVICE_RULES)
-
-
-def test_advice_that_is_not_offered_says_so():
-    for rule in ADVICE_RULES:
-        assert describe(rule).endswith("(not offered by this version)") == (not rule.offered)
 
 
 def test_facts_of_a_large_model_on_one_large_cluster(llama_70b, cluster):
@@ -113,4 +108,3 @@ def test_rules_that_speak_of_serving(llama_70b, cluster):
 
     assert held(80 * 10**9) == {"N4", "G3", "G5"}
     assert held(200 * 10**9) == {"N4", "G1", "G5"}
-    assert all(rule.offered for rule, _ in advise_serving(llama_70b, cluster(1, 8), requests))

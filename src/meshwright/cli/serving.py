@@ -133,11 +133,11 @@ def _print(console: Console, result: ServingResult, top: int) -> None:
 
 def _print_rules(console: Console, made: ServingPlan) -> None:
     """The rows of the decision table that speak of serving, one by one."""
-    from meshwright.planner.advise import advise_serving, describe
+    from meshwright.planner.advise import advise_serving
 
     console.print("Rules of thumb, one by one", style="bold")
     for rule, holds in advise_serving(made.model, made.cluster, made.requests):
-        words = f"{rule.id}: {describe(rule)} [{rule.source}]"
+        words = f"{rule.id}: {rule.advice} [{rule.source}]"
         console.print(f"  {'yes' if holds else 'no ':3} {words}", soft_wrap=True, highlight=False)
 
 

@@ -28,7 +28,7 @@ def tokens(strategy: Strategy, job: Job) -> str | None:
     return f"context.degree={context.degree}{twice} does not divide seq_length={length}"
 
 
-def kinds(strategy: Strategy, model: ModelSpec) -> str | None:
+def kinds(strategy: Strategy) -> str | None:
     """Rule `context-tensor`."""
     if strategy.cp == 1:
         return None

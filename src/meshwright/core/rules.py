@@ -360,7 +360,7 @@ RULES = (
         "context-tensor",
         context_rules.KINDS,
         "the others cut the hidden state, or run the core again, in ways that are not joined with it",
-        lambda c: context_rules.kinds(c.strategy, c.model),
+        lambda c: context_rules.kinds(c.strategy),
     ),
     Rule(
         "ulysses-heads",

@@ -52,13 +52,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class AdviceRule:
-    """One row. `offered` is False where this version plans without what the rule advises."""
+    """One row."""
 
     id: str
     holds: Callable[[Facts], bool]
     advice: str
     source: str
-    offered: bool = True
 
 
 _SCALABILITY = "Hugging Face Transformers, Efficient training on multiple GPUs, scalability strategy"
@@ -220,13 +219,8 @@ def advise_on(known: Facts) -> list[AdviceRule]:
 
 
 def advise(model: ModelSpec, cluster: ClusterSpec, job: Job) -> list[tuple[str, str]]:
-    """(id, advice) of every rule that holds; says so where this version does not offer what is advised."""
-    return [(rule.id, describe(rule)) for rule in advise_on(facts(model, cluster, job))]
-
-
-def describe(rule: AdviceRule) -> str:
-    """The advice in words."""
-    return rule.advice if rule.offered else f"{rule.advice} (not offered by this version)"
+    """(id, advice) of every rule that holds."""
+    return [(rule.id, rule.advice) for rule in advise_on(facts(model, cluster, job))]
 
 
 def decision_table(model: ModelSpec, cluster: ClusterSpec, job: Job) -> list[tuple[str, bool, str, str]]:
@@ -238,4 +232,4 @@ def decision_table(model: ModelSpec, cluster: ClusterSpec, job: Job) -> list[tup
         if field.name != "is_training"
     ]
     answers = [(f"{name}: {value}" if type(value) is int else name, bool(value), "", "") for name, value in asked]
-    return [*answers, *((rule.id, rule.holds(known), describe(rule), rule.source) for rule in ADVICE_RULES)]
+    return [*answers, *((rule.id, rule.holds(known), rule.advice, rule.source) for rule in ADVICE_RULES)]

@@ -14,7 +14,7 @@ from meshwright.core.serving import Layout, Requests, broken_rules
 from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.serving import KEYS, LATENCY, LIMITS, WEIGHTS, StepCosts, Work, arithmetic_balance
 from meshwright.cost.terms import TimeTerm, total_s
-from meshwright.planner.advise import advise_serving, describe
+from meshwright.planner.advise import advise_serving
 from meshwright.planner.interval import is_calibrated
 from meshwright.planner.serving import ServingForecast, ServingResult
 
@@ -170,7 +170,7 @@ def _alternatives(winner: ServingForecast, result: ServingResult) -> Iterator[st
 
 
 def _rules(model: ModelSpec, cluster: ClusterSpec, requests: Requests) -> str:
-    held = (f"{rule.id} {describe(rule)}" for rule, holds in advise_serving(model, cluster, requests) if holds)
+    held = (f"{rule.id} {rule.advice}" for rule, holds in advise_serving(model, cluster, requests) if holds)
     return f"Rules of thumb that hold: {'; '.join(held)}."
 
 
