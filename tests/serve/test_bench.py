@@ -123,12 +123,14 @@ def test_refusals_are_counted_by_kind(run_server: Callable[..., Running]):
 def test_a_server_that_is_none_is_said_in_one_line(served: Running, run_server: Callable[..., Running]):
     with pytest.raises(InputError, match="cannot be reached"):
         load("127.0.0.1:1")
+    with pytest.raises(InputError, match="port 99999 cannot be, the largest is 65535"):
+        load("127.0.0.1:99999")
     with pytest.raises(InputError, match="no list of models"):
         load(f"{served.url}/nothing")
     with pytest.raises(InputError, match="cannot be reached"):
         load("http://[")
     with pytest.raises(InputError, match=r"no list of models.*401"):
-        load(run_server(api_key="secret").url, key="wrong")
+        load(run_server(api_key="geheimnisträger").url, key="geheimnisträgerin")
 
 
 STREAM = [b'data: {"choices": [{"text": "a"}]}\n\n', b"data: [DONE]\n\n"]

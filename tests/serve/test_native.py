@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _ctypes
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,4 +127,21 @@ def test_a_compiler_that_fails_is_done_without(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native._load.__wrapped__() is None
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert native._load.__wrapped__() is None
+
+
+def test_a_library_without_the_functions_is_done_without(monkeypatch, tmp_path):
+    other = _ctypes.__file__  # a library, but not ours
+    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/true")
+    monkeypatch.setattr(native, "_compiled", lambda compiler: Path(other))
+    assert native._load.__wrapped__() is None
+
+
+def test_a_user_without_a_home_is_served_plainly(monkeypatch):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
+    monkeypatch.setattr(native.Path, "home", nowhere)
     assert native._load.__wrapped__() is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from meshwright.cli.serve import _check_room, _plan, _sizes, serve_command
+from meshwright.cli.serve import _check_room, _num_ranks_here, _plan, _sizes, serve_command
 from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import Traffic
@@ -97,7 +97,15 @@ def test_a_cache_for_other_devices_is_refused_here(monkeypatch: pytest.MonkeyPat
         _check_room(plan, ServeOptions(num_blocks=2**29))
     _check_room(plan, ServeOptions())
     _check_room(plan, ServeOptions(num_blocks=16))
+    with pytest.raises(InputError, match=r"--cache-mib 1073741824 takes .* on each of 1 rank, .* no GPU; give it less"):
+        _check_room(None, ServeOptions(cache_bytes=2**50))
+    _check_room(None, ServeOptions())
+    assert _num_ranks_here(64) == 64
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    assert _num_ranks_here(64) == 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    _check_room(None, ServeOptions(cache_bytes=2**50))
     _check_room(plan, ServeOptions(num_blocks=2**29))
 
 

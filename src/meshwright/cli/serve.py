@@ -95,26 +95,40 @@ def _sizes(plan: Plan | ServingPlan | None, typed: ServeOptions, context: typer.
 
 
 def _check_room(plan: Plan | ServingPlan | None, options: ServeOptions) -> None:
-    """Raises InputError where a plan for other devices asks for a cache that this machine's memory cannot hold."""
+    """Raises InputError where the asked cache is one that this machine's memory cannot hold."""
     import torch
 
     from meshwright.core.errors import InputError
     from meshwright.core.serving import ServingPlan
     from meshwright.core.sources import this_machine
-    from meshwright.core.units import format_bytes
+    from meshwright.core.units import counted, format_bytes
     from meshwright.cost.kv_cache import largest_kv_token_bytes
 
-    if not isinstance(plan, ServingPlan) or options.num_blocks is None or torch.cuda.is_available():
-        return
-    token_bytes = largest_kv_token_bytes(plan.model, plan.strategy)
-    rank_bytes = options.num_blocks * options.block_size * token_bytes
     have = this_machine().memory_bytes
-    if rank_bytes * plan.strategy.world_size > have:
+    if isinstance(plan, ServingPlan) and options.num_blocks is not None:
+        token_bytes = largest_kv_token_bytes(plan.model, plan.strategy)
+        rank_bytes = options.num_blocks * options.block_size * token_bytes
+        whose, todo = f"the plan's cache takes {format_bytes(rank_bytes)}", "give --cache-mib, or plan for local:N"
+        where = f" of `{plan.cluster.name}`"
+    else:
+        rank_bytes, where = options.cache_bytes, ""
+        whose, todo = f"--cache-mib {rank_bytes // 2**20} takes {format_bytes(rank_bytes)}", "give it less"
+    num_ranks = _num_ranks_here(plan.strategy.world_size if plan else 1)
+    if rank_bytes * num_ranks > have and not torch.cuda.is_available():
         raise InputError(
-            f"the plan's cache takes {format_bytes(rank_bytes)} on each of {plan.strategy.world_size} ranks of "
-            f"`{plan.cluster.name}`, and this machine has {format_bytes(have)} and no GPU; give --cache-mib, or plan "
-            "for local:N"
+            f"{whose} on each of {counted(num_ranks, 'rank')}{where}, and this machine has {format_bytes(have)} and no "
+            f"GPU; {todo}"
         )
+
+
+def _num_ranks_here(num_ranks: int) -> int:
+    """Of all ranks, those on this machine: under torchrun or Slurm others may be elsewhere."""
+    from meshwright.run.environment import is_rank
+
+    if not is_rank(os.environ):
+        return num_ranks
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(here) if here.isdecimal() else 1
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

@@ -57,8 +57,8 @@ def requests(prompt: int, output: int, rate: float, max_ttft: float | None, max_
 
     for option, value in (("prompt", prompt), ("output", output), ("rate", rate), ("max-ttft", max_ttft),
                           ("max-tpot", max_tpot)):  # fmt: skip
-        if value is not None and not value > 0:
-            raise InputError(f"--{option} {value:g}: more than 0 is needed to plan a server")
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"--{option} {value:g}: a finite number above 0 is needed to plan a server")
     asked = {"prompt_tokens": prompt, "output_tokens": output, "rate_per_s": rate, "max_ttft_s": max_ttft,
              "max_tpot_s": max_tpot}  # fmt: skip
     return Requests.parse(asked, "requests")

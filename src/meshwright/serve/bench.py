@@ -29,6 +29,7 @@ _SHORT, _LONG = 8, 24
 _START_TIMEOUT_S = 60.0
 MAX_SAID = 300
 """Characters of a server's own words for an error."""
+MAX_PORT = 65535
 PAUSE_S = 0.1
 """Of a client after an error, so that a server that is gone is not asked thousands of times a second."""
 
@@ -136,6 +137,15 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), **named, "max": float(np.max(values))}
 
 
+def _check_port(url: str) -> None:
+    try:
+        port = httpx.URL(url).port
+    except (httpx.InvalidURL, ValueError):
+        return  # the first request says what is wrong
+    if port is not None and port > MAX_PORT:
+        raise InputError(f"{url}: port {port} cannot be, the largest is {MAX_PORT}")
+
+
 class Target:
     """A server, and how it is asked.
 
@@ -144,15 +154,19 @@ class Target:
         workload: what is asked.
         api_key: sent with every request.
         model: as the server calls it; None: the first that it lists.
+
+    Raises:
+        InputError: the URL has a port that cannot be.
     """
 
     def __init__(self, url: str, workload: Workload, api_key: str | None, model: str | None) -> None:
         plain = url if "://" in url else f"http://{url}"
         self.url = plain.rstrip("/").removesuffix("/v1")
+        _check_port(self.url)
         self.model = model or ""
         self._workload = workload
         self._tokens_per_word, self._tokens_around = 1.0, 0.0
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}".encode(errors="surrogateescape")}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
 

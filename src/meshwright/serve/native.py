@@ -191,8 +191,10 @@ def _load() -> Kernels | None:
         return None
     try:
         return Kernels(ctypes.CDLL(str(_compiled(compiler))))
-    except (OSError, subprocess.SubprocessError):  # no compiler that works, or nowhere to keep what it makes
-        return None
+    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError):
+        return (
+            None  # no compiler that works, a library without the functions, no home, or nowhere to keep what it makes
+        )
 
 
 def _compiled(compiler: str) -> Path:
