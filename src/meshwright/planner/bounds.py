@@ -44,19 +44,19 @@ FEWEST_LAYERS = 4
 class Work:
     """Seconds of one micro-batch through the whole model, on the ranks of one stage."""
 
-    forward: float
-    backward: float
-    layer_forward: float
+    forward_s: float
+    backward_s: float
+    layer_forward_s: float
     """Of one layer, at least."""
-    layer_backward: float
+    layer_backward_s: float
     """Likewise, without what is run again."""
-    again: float
+    again_s: float
     """Of one layer that is run again, at least."""
-    head: float
+    head_s: float
     """Forward and backward."""
-    gradients: float
+    gradients_s: float
     """Backward of one layer, at most, without what the host adds."""
-    host: float
+    host_s: float
     """What it adds to a backward of all layers."""
     kept: LeastKept
 
@@ -158,14 +158,14 @@ class Bounds:
         m, gathers_s = s.num_micro_batches, [0.0, 0.0]
         gather_s, num_blocks = split.phases.get("gather", 0.0) / (2 * m), self.model.num_layers + 1
         if gather_s and not s.keeps_gathered and s.offload.parameters == "none":
-            for at, way_s in enumerate((work.forward, work.backward)):
+            for at, way_s in enumerate((work.forward_s, work.backward_s)):
                 beside_s = min(gather_s, way_s) * (1 - 1 / num_blocks) if s.prefetch else 0.0
                 first_s = gather_s / num_blocks if s.prefetch else gather_s
                 gathers_s[at] = max(gather_s - beside_s, first_s + (self._slowdown - 1) * beside_s)
         times = m if s.reduces_each else 1
-        window_s = work.backward + gathers_s[1]
+        window_s = work.backward_s + gathers_s[1]
         exposed_s = times * self._exposed_s(split.phases.get("gradients", 0.0) / times, window_s)
-        return m * (work.forward + work.backward + sum(gathers_s)) + exposed_s
+        return m * (work.forward_s + work.backward_s + sum(gathers_s)) + exposed_s
 
     def _exposed_s(self, reduction_s: float, window_s: float) -> float:
         """What a reduction adds to a backward of at most `window_s`: what is longer than that, and what slows it."""
@@ -174,23 +174,23 @@ class Bounds:
 
     def _pipeline_s(self, s: Strategy, split: Split, work: Work, is_ordered: bool) -> float:
         """The mean rank's work; or the first rank's with what it reduces; or the way there and back, and the last's."""
-        m, each_s = s.num_micro_batches, work.layer_forward + work.layer_backward
-        compute_s = m * (work.forward + work.backward) / s.pp
+        m, each_s = s.num_micro_batches, work.layer_forward_s + work.layer_backward_s
+        compute_s = m * (work.forward_s + work.backward_s) / s.pp
         if not is_ordered:
-            window_s = 2 * self.model.num_layers / s.pp * work.gradients + work.host
+            window_s = 2 * self.model.num_layers / s.pp * work.gradients_s + work.host_s
             alone_s = m * self._least_layers(s) * each_s + self._exposed_s(split.first_s, window_s)
-            return max(compute_s + self._least_before(s) * work.layer_forward, alone_s)
+            return max(compute_s + self._least_before(s) * work.layer_forward_s, alone_s)
         if s.pipeline_schedule.num_directions > 1 or s.pipeline_schedule.is_asynchronous:
             return compute_s
         cut, tails = self._cut(s), not s.splits_backward
         ends_s = first_end_s = 0.0
         for way in cut.ways:
-            own_s = way.own * each_s + way.own_again * work.again + way.has_head * work.head
-            end_s = way.before * work.layer_forward + m * own_s
-            tail_s = way.before * work.layer_backward + way.before_again * work.again
+            own_s = way.own * each_s + way.own_again * work.again_s + way.has_head * work.head_s
+            end_s = way.before * work.layer_forward_s + m * own_s
+            tail_s = way.before * work.layer_backward_s + way.before_again * work.again_s
             ends_s = max(ends_s, end_s)
             first_end_s = max(first_end_s, end_s + tail_s if tails else end_s * (way.before == 0))
-        exposed_s = self._exposed_s(split.first_s, (cut.first + 1) * work.gradients + work.host)
+        exposed_s = self._exposed_s(split.first_s, (cut.first + 1) * work.gradients_s + work.host_s)
         return max(compute_s, ends_s, first_end_s + exposed_s)
 
     def _cut(self, s: Strategy) -> _Cut:
@@ -276,8 +276,8 @@ class Bounds:
             longest = max(map(len, s.stage_layers(self.model.num_layers)))
             whole = self._work(s.model_copy(update={"recompute_layers": None}))
             share = 0.0 if self.model.dense_layers else min(1.0, s.recompute_layers / longest)
-            more_s = share * (whole.backward - plain.backward)
-            return replace(whole, backward=plain.backward + more_s)
+            more_s = share * (whole.backward_s - plain.backward_s)
+            return replace(whole, backward_s=plain.backward_s + more_s)
         _, compute = self._parts.stage(alone, 0)
         passes = [_pass_s(terms, self.model.num_layers) for terms in (compute.forward, compute.backward)]
         if self.model.dense_layers:
@@ -287,14 +287,14 @@ class Bounds:
         host_s = sum(term.seconds for term in compute.backward if term.name == "launches")
         mean_s = (backward_s - passes[1].head_s - host_s) / self.model.num_layers
         return Work(
-            forward=total_s(compute.forward),
-            backward=backward_s,
-            layer_forward=passes[0].layer_s,
-            layer_backward=plain.layer_backward if is_again else passes[1].layer_s,
-            again=max(0.0, passes[1].layer_s - plain.layer_backward) if is_again else 0.0,
-            head=passes[0].head_s + passes[1].head_s,
-            gradients=backward_s if self.model.dense_layers else mean_s,
-            host=host_s,
+            forward_s=total_s(compute.forward),
+            backward_s=backward_s,
+            layer_forward_s=passes[0].layer_s,
+            layer_backward_s=plain.layer_backward_s if is_again else passes[1].layer_s,
+            again_s=max(0.0, passes[1].layer_s - plain.layer_backward_s) if is_again else 0.0,
+            head_s=passes[0].head_s + passes[1].head_s,
+            gradients_s=backward_s if self.model.dense_layers else mean_s,
+            host_s=host_s,
             kept=least_kept_bytes(self.model, self.job, s),
         )
 
