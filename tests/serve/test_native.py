@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models.functions import rms_norm, swiglu
+from meshwright.run.serving import _plainly
 from meshwright.serve import layers, linear, native
 from meshwright.serve.native import DecodeStep, Kernels
 from tests.models.tiny import SPECS, random_model
@@ -145,3 +146,17 @@ def test_a_user_without_a_home_is_served_plainly(monkeypatch):
     monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
     monkeypatch.setattr(native.Path, "home", nowhere)
     assert native._load.__wrapped__() is None
+
+
+def test_a_server_says_why_it_has_no_kernels(monkeypatch):
+    monkeypatch.setattr(native, "_load", lambda: None)
+    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/false")
+    assert "/bin/false did not compile them" in (native.why_plain() or "")
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert "no compiler" in (native.why_plain() or "")
+    engine = make(random_model(SPECS["llama"]))
+    assert "\nnote: serving without compiled kernels, which is slower: no compiler" in _plainly(engine)
+    assert _plainly(make(random_model(SPECS["llama"], torch.float64))) == ""
+    monkeypatch.setenv(native.SWITCH, "plain")
+    assert native.why_plain() is None
+    assert _plainly(engine) == ""

@@ -24,6 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serving import ServingPlan
 from meshwright.core.units import counted
 from meshwright.run.served import open_model
+from meshwright.serve import native
 from meshwright.serve.app import Service, make_app, make_service
 from meshwright.serve.engine import Engine
 from meshwright.serve.loop import EngineFailure
@@ -85,7 +86,7 @@ def serve(
     template = None if served.template is None else ChatTemplate(served.template, served.special)
     failures: list[EngineFailure] = []
     service = make_service(engine, model_name, template, address.api_key, failures.append)
-    _run(service, bound, _greeting(engine, model_name, bound) + _replicas(plan))
+    _run(service, bound, _greeting(engine, model_name, bound) + _replicas(plan) + _plainly(engine))
     if failures:
         raise failures[0].__cause__ if isinstance(failures[0].__cause__, MeshwrightError) else failures[0]
 
@@ -108,6 +109,12 @@ def _replicas(plan: Plan | ServingPlan | None) -> str:
     return (
         f"; the plan has {counted(others, 'further replica')}: start each with the same command and a --port of its own"
     )
+
+
+def _plainly(engine: Engine) -> str:
+    """What makes steps on a CPU slower than they could be."""
+    why = native.why_plain() if engine.mesh.device.type == "cpu" and engine.runner.dtype in native.NAMES else None
+    return f"\nnote: serving without compiled kernels, which is slower: {why}" if why else ""
 
 
 def _run(service: Service, bound: socket.socket, greeting: str) -> None:

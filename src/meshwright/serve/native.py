@@ -184,9 +184,23 @@ def kernels() -> Kernels | None:
     return None if os.environ.get(SWITCH) == "plain" else _load()
 
 
+def why_plain() -> str | None:
+    """Why there are no kernels although nobody switched them off; None: they are there, or were switched off."""
+    if os.environ.get(SWITCH) == "plain" or _load() is not None:
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        return f"no compiler ({', '.join(COMPILERS)}) was found"
+    return f"{compiler} did not compile them, or the user's cache ($XDG_CACHE_HOME, ~/.cache) cannot keep them"
+
+
+def _compiler() -> str | None:
+    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
+
+
 @cache
 def _load() -> Kernels | None:
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = _compiler()
     if compiler is None:
         return None
     try:
