@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -150,11 +150,34 @@ def _is_legal(degrees: Case) -> bool:
 def pairs_of(case: Case) -> Iterator[tuple[Any, ...]]:
     """What a case covers: its degrees together, and each pair of choices (of degrees, those up to 4)."""
     yield "degrees", case["dp"], case["tp"], case["pp"], case["tensor"]
+    for a, b in pairs_that_meet(case):
+        if all(factor not in DEGREES or case[factor] <= 4 for factor in (a, b)):
+            yield a, case[a], b, case[b]
+
+
+def pairs_that_meet(case: Case) -> Iterator[tuple[str, str]]:
+    """Of which factors pairs count: all, but where a choice is paired with a few others only."""
     limits = {factor: met[case[factor]] for factor, met in MET_BY.items() if case[factor] in met}
-    common = [(factor, value) for factor, value in case.items() if factor not in DEGREES or value <= 4]
-    for (a, x), (b, y) in combinations(common, 2):
+    for a, b in combinations(case, 2):
         if not limits or ((a not in limits or b in limits[a]) and (b not in limits or a in limits[b])):
-            yield a, x, b, y
+            yield a, b
+
+
+def all_pairs(cases: Iterable[Case]) -> set[tuple[Any, ...]]:
+    """What any of them covers: :func:`pairs_of` each, but column by column, of many cases."""
+    alike: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for case in cases:
+        alike[tuple(case[factor] for factor in MET_BY)].append(case)
+    found: set[tuple[Any, ...]] = set()
+    for members in alike.values():
+        columns = {factor: [case[factor] for case in members] for factor in members[0]}
+        together = zip(*(columns[factor] for factor in ("dp", "tp", "pp", "tensor")), strict=True)
+        found.update(("degrees", *values) for values in set(together))
+        for a, b in pairs_that_meet(members[0]):
+            pairs = set(zip(columns[a], columns[b], strict=True))
+            is_large = [factor in DEGREES for factor in (a, b)]
+            found.update((a, x, b, y) for x, y in pairs if not (is_large[0] and x > 4) and not (is_large[1] and y > 4))
+    return found
 
 
 def work(case: Case) -> float:
