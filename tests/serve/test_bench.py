@@ -129,7 +129,7 @@ def test_a_server_that_is_none_is_said_in_one_line(served: Running, run_server: 
         load(f"{served.url}/nothing")
     with pytest.raises(InputError, match="cannot be reached"):
         load("http://[")
-    with pytest.raises(InputError, match=r"no list of models.*401"):
+    with pytest.raises(InputError, match=r"no list of models.*401.*give its --api-key"):
         load(run_server(api_key="geheimnisträger").url, key="geheimnisträgerin")
 
 

@@ -11,6 +11,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from meshwright.core.errors import InputError
+from meshwright.run.serving import Address
 from meshwright.serve.request import SamplingParams
 from tests.serve.conftest import Running, tiny_engine
 
@@ -282,3 +284,12 @@ def test_params_of_the_api_are_those_of_the_engine(client: openai.OpenAI):
         logit_bias={65: 3.0}, top_k=3, min_p=0.1, repetition_penalty=1.2, ignore_eos=True, stop_token_ids=(3,),
     )  # fmt: skip
     assert answer.choices[0].text == tiny_engine().generate(["abc"], params)[0][0].text
+
+
+def test_an_address_that_is_taken_or_none_is_one_line() -> None:
+    with Address("127.0.0.1", 0).bind() as taken:
+        taken.listen()
+        with pytest.raises(InputError, match=r"cannot listen there: .*try another --port"):
+            Address("127.0.0.1", taken.getsockname()[1]).bind()
+    with pytest.raises(InputError, match=r"--host bogus\.invalid: no such address"):
+        Address("bogus.invalid", 8000).bind()

@@ -24,7 +24,9 @@ def parse_layout(texts: Iterable[str], option: str = "--fix") -> dict[str, Any]:
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not value:
-            raise InputError(f"{option} {text}: write FIELD=VALUE, for example {option} tp=2; {known(name, FIELDS)}")
+            raise InputError(
+                f"{option} {text}: write FIELD=VALUE, for example {option} tp=2; fields: {', '.join(FIELDS)}"
+            )
         if name not in FIELDS:
             raise InputError(f"{option} {text}: not a field of a layout; {known(name, FIELDS)}")
         if name in found:

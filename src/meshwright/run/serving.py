@@ -52,11 +52,16 @@ class Address:
         """A socket there. Raises InputError where it cannot be had."""
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
+        except OSError as error:
+            raise InputError(f"--host {self.host}: no such address: {error.strerror}") from None
+        try:
             bound = socket.socket(family, socket.SOCK_STREAM)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((self.host, self.port))
         except OSError as error:
-            raise InputError(f"{self.host}:{self.port}: cannot listen there: {error.strerror}; try --port") from None
+            raise InputError(
+                f"{self.host}:{self.port}: cannot listen there: {error.strerror}; try another --port, or --host"
+            ) from None
         return bound
 
 

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from time import perf_counter
 from typing import Any
 
@@ -195,10 +196,10 @@ class Target:
         try:
             return str(answer.json()["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            raise InputError(
-                f"{self.url}/v1/models: no list of models (status {answer.status_code}: {shortened(answer.text)!r}); "
-                "is it an OpenAI-compatible server? --model names one"
-            ) from None
+            asks_for_key = answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+            hint = "give its --api-key" if asks_for_key else "is it an OpenAI-compatible server? --model names one"
+            told = f"status {answer.status_code}: {shortened(answer.text)!r}"
+            raise InputError(f"{self.url}/v1/models: no list of models ({told}); {hint}") from None
 
     async def _measure(self, num_words: int) -> int | None:
         """Tokens of a prompt of so many words; None where the server does not say."""
