@@ -66,7 +66,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.models import init
 from meshwright.models.build import build
 from meshwright.parallel import pipeline
-from meshwright.parallel.direct import Product
+from meshwright.parallel.products import Product
 from meshwright.run.engine import Engine
 from meshwright.schedule.build import build_program
 from meshwright.schedule.walk import walk
