@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.core.errors import InputError
 from meshwright.models.functions import rms_norm, swiglu
 from meshwright.run.serving import _plainly
 from meshwright.serve import layers, linear, native
@@ -160,3 +161,9 @@ def test_a_server_says_why_it_has_no_kernels(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "plain")
     assert native.why_plain() is None
     assert _plainly(engine) == ""
+
+
+def test_a_switch_that_is_none_is_one_line(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "bogus")
+    with pytest.raises(InputError, match="MESHWRIGHT_KERNELS=bogus: set it to `plain`"):
+        native.kernels()

@@ -46,7 +46,6 @@ class Price:
 
     num_tokens: float
     per_device_hour: float
-    currency: str = ""
 
     def of(self, result: PlanResult) -> float:
         """What the run costs under a plan."""

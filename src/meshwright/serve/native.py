@@ -22,13 +22,15 @@ from pathlib import Path
 
 import torch
 
+from meshwright.core.errors import InputError
+
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 FLAGS_OF_X86 = ("-mprefer-vector-width=512",)
 COMPILE_S = 60
 """A compiler that takes longer is given up."""
-SWITCH = "MESHWRIGHT_KERNELS"
+SWITCH, PLAIN = "MESHWRIGHT_KERNELS", "plain"
 """Environment variable: set to `plain` to serve without compiled kernels."""
 TILE, PANEL = 16, 32
 """Rows of a tile; outputs of a panel, and inputs of a pair of tiles."""
@@ -180,13 +182,21 @@ def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> d
 
 
 def kernels() -> Kernels | None:
-    """The compiled kernels; None where they are switched off, or cannot be had."""
-    return None if os.environ.get(SWITCH) == "plain" else _load()
+    """The compiled kernels; None where they are switched off, or cannot be had. InputError: a switch that is none."""
+    return None if _is_off() else _load()
+
+
+def _is_off() -> bool:
+    """Whether plain PyTorch was asked for."""
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", PLAIN):
+        raise InputError(f"{SWITCH}={value}: set it to `{PLAIN}` to serve without compiled kernels, or unset it")
+    return value == PLAIN
 
 
 def why_plain() -> str | None:
     """Why there are no kernels although nobody switched them off; None: they are there, or were switched off."""
-    if os.environ.get(SWITCH) == "plain" or _load() is not None:
+    if _is_off() or _load() is not None:
         return None
     compiler = _compiler()
     if compiler is None:

@@ -63,11 +63,20 @@ class _Product(torch.autograd.Function):
         grad_x, grads = None, (None,) * len(weights)
         if needs[0]:
             grad_x = ctx.algorithm.input_gradient(prepared, _stacked(weights)).view(ctx.shape)
-        if any(needs[3:]) and ctx.leave is not None:
-            ctx.leave(grad, prepared, rows)
-        elif any(needs[3:]):
-            grads = ctx.algorithm.weight_gradient(prepared, rows).split([len(weight) for weight in weights])
+        if any(needs[3:]):
+            whole = _weight_gradient(ctx.algorithm, ctx.leave, grad, prepared, rows)
+            grads = grads if whole is None else whole.split([len(weight) for weight in weights])
         return grad_x, None, None, *grads
+
+
+def _weight_gradient(
+    algorithm: Algorithm, leave: Leave | None, grad: torch.Tensor, prepared: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor | None:
+    """Computed here, or None where `leave` takes it over."""
+    if leave is None:
+        return algorithm.weight_gradient(prepared, rows)
+    leave(grad, prepared, rows)
+    return None
 
 
 def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -123,10 +132,8 @@ class _CoreThenProduct(torch.autograd.Function):
         prepared, rows, grad_weight = algorithm.prepare(grad), inputs.detach(), None
         if any(needs[:3]):
             inputs.backward(algorithm.input_gradient(prepared, weight))
-        if needs[3] and leave is not None:
-            leave(grad, prepared, rows)
-        elif needs[3]:
-            grad_weight = algorithm.weight_gradient(prepared, rows)
+        if needs[3]:
+            grad_weight = _weight_gradient(algorithm, leave, grad, prepared, rows)
         return q.grad, k.grad, v.grad, grad_weight, None, None, None, None
 
 
