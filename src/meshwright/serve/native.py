@@ -30,8 +30,9 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 FLAGS_OF_X86 = ("-mprefer-vector-width=512",)
 COMPILE_S = 60
 """A compiler that takes longer is given up."""
-SWITCH, PLAIN = "MESHWRIGHT_KERNELS", "plain"
+SWITCH = "MESHWRIGHT_KERNELS"
 """Environment variable: set to `plain` to serve without compiled kernels."""
+PLAIN = "plain"
 TILE, PANEL = 16, 32
 """Rows of a tile; outputs of a panel, and inputs of a pair of tiles."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
