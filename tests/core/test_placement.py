@@ -7,10 +7,22 @@ from itertools import product
 import numpy as np
 import pytest
 
-from meshwright.core.axes import ALL_AXES, MESH_ORDER, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, coordinates_of, rank_of
+from meshwright.comm.mesh import axis_groups
+from meshwright.core.axes import (
+    ALL_AXES,
+    MESH_ORDER,
+    PP,
+    PP_ENDS,
+    PP_MIRROR,
+    TP,
+    TP_DEPTH,
+    TP_KV,
+    coordinates_of,
+    rank_of,
+)
 from meshwright.core.flat import make_buckets, rank_buckets
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import Placement, placements
+from meshwright.core.placement import Placement, kv_group, placements
 from meshwright.core.sources import load_model
 from meshwright.core.strategy import Strategy
 
@@ -97,6 +109,34 @@ def test_query_heads_meet_their_key_value_heads(tp: int) -> None:
             return set(range(rows.start // spec.head_dim, rows.stop // spec.head_dim))
 
         assert {head // per_kv for head in rows(query)} == rows(key)
+
+
+GRIDS = {"2d": (16, 1), "2.5d": (32, 2), "3d": (64, 1)}
+"""Kind → tp and depth, of side 4: each of two key/value heads is held by two columns of ranks."""
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_on_a_grid_key_value_heads_are_held_by_neighbours_and_owned_once(kind: str) -> None:
+    spec, (tp, depth) = _spec("qwen3"), GRIDS[kind]
+    strategy = Strategy(tp=tp, tensor={"kind": kind, "depth": depth})
+    groups = axis_groups(strategy.sizes, kv_group(spec, strategy), tensor=strategy.grid.axes)[TP_KV]
+    owned = {param.name: np.zeros(param.shape, dtype=int) for param in spec.parameters()}
+    boxes = {}
+    for at, placement in _everywhere(spec, strategy):
+        owned[placement.name][placement.box.slices] += placement.owned
+        boxes[placement.name, at[TP]] = placement
+    assert all((count == 1).all() for count in owned.values())
+    name, per_kv = "layers.0.attention.k.weight", spec.num_heads // spec.num_kv_heads
+    for group in groups:
+        assert len(group) == 2
+        assert len({boxes[name, rank].box for rank in group}) == 1
+        columns = {strategy.grid.coordinates(rank)[strategy.grid.heads_axis] for rank in group}
+        assert len(columns) == 2
+    for rank in range(tp):
+        key, query = boxes[name, rank], boxes["layers.0.attention.q.weight", rank]
+        assert key.sum_over == ((TP_DEPTH, TP_KV) if depth > 1 else (TP_KV,))
+        heads = range(query.box.slices[0].start, query.box.slices[0].stop, spec.head_dim)
+        assert {head // spec.head_dim // per_kv for head in heads} == {key.box.offsets[0] // spec.head_dim}
 
 
 def test_what_must_be_summed() -> None:

@@ -312,7 +312,7 @@ def test_rules_of_pipelines_count_parts_and_micro_batches(strategy: dict[str, An
         ({"tp": 10, "tensor": {"kind": "3d"}}, {}, "tp=10 ranks with tensor.kind=3d are not a cube; nearest: tp=8"),
         ({"tp": 4, "tensor": {"kind": "2d", "depth": 2}}, {}, "tensor.depth=2 with tensor.kind=2d"),
         ({"tp": 4, "tensor": {"kind": "2d"}}, {"num_heads": 5, "num_kv_heads": 5}, "q=2 does not divide the heads 5"),
-        ({"tp": 4, "tensor": {"kind": "2d"}}, {"num_kv_heads": 1}, "q=2 does not divide the key/value heads 1"),
+        ({"tp": 4, "tensor": {"kind": "2d"}}, {"num_kv_heads": 3}, "q=2 and 3 key/value heads: neither divides"),
         ({"tp": 4, "tensor": {"kind": "2d"}}, {"hidden_size": 33}, "q=2 of tensor.kind=2d .* the hidden size 33"),
         ({"tp": 4, "tensor": {"kind": "2d"}, "sequence": "megatron"}, {}, "sequence=megatron with tensor.kind=2d"),
         ({"tp": 4, "tensor": {"kind": "2d"}, "context": {"degree": 2}}, {}, "context.degree=2 with tensor.kind=2d"),

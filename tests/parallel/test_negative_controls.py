@@ -31,6 +31,7 @@ from tests.pool import RanksFailed
 
 LLAMA = llama(num_layers=2)
 QWEN3 = qwen3(num_layers=2)
+QWEN3_1 = qwen3(num_layers=1)
 GPT2 = gpt2(num_layers=2)
 LATENT = latent(num_layers=1)
 MOE = mixture(num_layers=1, dense_layers=None)
@@ -269,6 +270,12 @@ CONTROLS = {
     "sum of weights over the depths of 2.5D": Control(
         without(TP_DEPTH, "all_reduce", "gradients"), LLAMA, DEEP, "gradient", r"embedding.weight"
     ),
+    **{
+        f"sum over replicas of key/value heads on a grid of {name}": Control(
+            without("tp_kv", "all_reduce", "gradients"), QWEN3_1, grid, "gradient", r"layers.0.attention.[kv].weight"
+        )
+        for name, grid in (("2D", SQUARE), ("3D", CUBE))
+    },
     "sum of vectors over the columns of 2D": Control(
         without(TP_COL, "all_reduce", "gradients"), GPT2, SQUARE, "gradient", r"positions|norm|bias"
     ),

@@ -35,6 +35,7 @@ from meshwright.core.axes import (
     DP_NODE,
     EDP,
     EP,
+    HEADS_AXES,
     MESH_ORDER,
     PP,
     PP_ENDS,
@@ -175,7 +176,8 @@ class Mesh:
 
         Args:
             sizes: axis → number of ranks; axes that are left out have one.
-            kv_replicas: ranks of a tp group that hold the same key/value heads (axis `tp_kv`).
+            kv_replicas: ranks of a tp group, or of a grid's axis that cuts heads, that hold the same key/value heads
+                (axis `tp_kv`).
             dp_local: consecutive ranks of a dp × cp group that share a node (axes `dp_node`, `dp_across`); None: all.
             tensor: sub-axes of tp and their sizes, outermost first (`core.layouts.Grid.axes`).
             ep: neighbours of a dp × cp group that share the experts of a layer (axes `ep`, `edp`, where more than one).
@@ -237,12 +239,14 @@ def axis_groups(
     local = dp_local or sizes[DP] * sizes[CP]
     groups[DP_NODE] = tuple(part for line in groups[DP_CP] for part in _parts(line, local))
     groups[DP_ACROSS] = tuple(line[at::local] for line in groups[DP_CP] for at in range(local))
+    heads_stride = 1
     for axis, stride, size in _sub_axes(tensor):
         groups[axis] = tuple(part for line in groups[TP] for part in _strided(line, stride, size))
+        heads_stride = stride if axis in HEADS_AXES else heads_stride
     if ep > 1:
         groups[EP] = tuple(part for line in groups[DP_CP] for part in _parts(line, ep))
         groups[EDP] = tuple(line[at::ep] for line in groups[DP_CP] for at in range(ep))
-    groups[TP_KV] = tuple(part for line in groups[TP] for part in _parts(line, kv_replicas))
+    groups[TP_KV] = tuple(part for line in groups[TP] for part in _strided(line, heads_stride, kv_replicas))
     ends = pp_ends or (0, sizes[PP] - 1)
     mirrored = [(at, sizes[PP] - 1 - at) for at in range((sizes[PP] + 1) // 2)] if pp_mirrored else []
     groups[PP_ENDS] = tuple(part for line in groups[PP] for part in _paired(line, [ends]))

@@ -35,7 +35,7 @@ EDP = "edp"
 """The dp (× cp) ranks that hold the same experts."""
 
 TP_KV = "tp_kv"
-"""The ranks of one tp group that hold a replica of the same key/value heads (kv heads < tp)."""
+"""The ranks of one tp group that hold a replica of the same key/value heads (fewer than tp, or than a grid's side)."""
 
 TP_ROW = "tp_row"
 """2D and 2.5D tensor parallelism: the ranks of one row of the grid."""
@@ -59,6 +59,9 @@ PP_MIRROR = "pp_mirror"
 
 WORLD = "world"
 """All ranks of the run."""
+
+HEADS_AXES = (TP_ROW, TP_INPUT)
+"""Sub-axes of tp that cut heads."""
 
 TENSOR_AXES = (TP_ROW, TP_COL, TP_DEPTH, TP_INPUT, TP_WEIGHT, TP_OUTPUT)
 """Sub-axes of tp."""

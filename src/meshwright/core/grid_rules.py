@@ -1,11 +1,12 @@
 """What grids of tensor parallelism need of sizes; the rows of :mod:`meshwright.core.rules` about them.
 
-    kind    ranks     micro-batch    hidden    feed-forward    heads, key/value heads
+    kind    ranks     micro-batch    hidden    feed-forward    heads
     2d      q²        q              q         q               q
     2.5d    δ·q²      δ·q            q         q               q             δ ≤ q
     3d      q³        q²             q²        q²              q             heads × head_dim: q²
 
-Each number divides what stands above it. Each function returns the numbers that break its rule, or None.
+Each number divides what stands above it; q divides the key/value heads, or they q: then each is held by several
+columns of ranks. Each function returns the numbers that break its rule, or None.
 Sources: Xu et al. 2021, Wang et al. 2021 (2.5D, δ ≤ q), Bian et al. 2021 (3D).
 """
 

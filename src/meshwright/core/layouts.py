@@ -122,6 +122,11 @@ class Grid:
         return _VOCAB_AXIS[self.kind]
 
     @property
+    def heads_axis(self) -> str:
+        """The sub-axis that cuts heads, between a first and a second linear."""
+        return _VOCAB_AXIS[self.kind]
+
+    @property
     def logit_axes(self) -> tuple[str, ...]:
         """Sub-axes that cut the sequences of logits, and of all that lies behind a first linear layer."""
         return _LOGIT_AXES[self.kind]

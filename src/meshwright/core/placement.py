@@ -90,12 +90,13 @@ def kv_replicas(spec: ModelSpec, tp: int) -> int:
 
 
 def kv_group(spec: ModelSpec, strategy: Strategy) -> int:
-    """Ranks of each group of axis `tp_kv`: 1 on grids, where the heads are at least as many as the parts."""
-    return kv_replicas(spec, strategy.tp) if strategy.tensor.kind == "1d" else 1
+    """Ranks of each group of axis `tp_kv`: neighbours along the axis that cuts heads, which on a grid is a side."""
+    return kv_replicas(spec, strategy.grid.side)
 
 
 def dim_range(spec: ModelSpec, dim: str, size: int, tp: int, index: int) -> tuple[int, int]:
-    """(offset, size) along a named dim that rank `index` of the tp axis holds, in 1D tensor parallelism."""
+    """(offset, size) along a named dim that rank `index` of the tp axis holds, in 1D tensor parallelism; of key/value
+    heads also that of a grid's axis that cuts heads."""
     if dim not in CUT_BY_1D:
         return 0, size
     if dim == "kv_heads":
@@ -116,8 +117,10 @@ def param_box(spec: ModelSpec, param: ParamSpec, grid: Grid, index: int) -> Box:
         ranges = [dim_range(spec, dim, size, tp, index) for dim, size in zip(param.dims, param.shape, strict=True)]
     else:
         at = grid.coordinates(index)
-        cuts = zip(param.shape, grid.dims(param), strict=True)
-        ranges = [nested_split(size, [(grid.sizes[axis], at[axis]) for axis in axes]) for size, axes in cuts]
+        ranges = []
+        for dim, size, axes in zip(param.dims, param.shape, grid.dims(param), strict=True):
+            cuts = [(grid.sizes[axis], at[axis]) for axis in axes]
+            ranges.append(dim_range(spec, dim, size, *cuts[0]) if dim == "kv_heads" else nested_split(size, cuts))
     return Box(tuple(offset for offset, _ in ranges), tuple(size for _, size in ranges))
 
 
@@ -158,10 +161,10 @@ def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping
             return False
     elif _is_tied(spec, param) and at[PP] != strategy.end_ranks[0]:
         return False
-    if _has_kv_replicas(spec, param, strategy):
-        return at[TP] % kv_group(spec, strategy) == 0
     grid = strategy.grid
     positions = grid.coordinates(at[TP])
+    if _has_kv_replicas(spec, param, strategy) and positions[grid.heads_axis] % kv_group(spec, strategy):
+        return False
     return all(positions[axis] == 0 for axis in grid.replicas(param))
 
 

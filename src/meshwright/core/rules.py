@@ -64,10 +64,8 @@ def _world(c: Case) -> str | None:
 
 
 def _kv(c: Case) -> str | None:
-    kv, (name, tp) = c.model.num_kv_heads, cut(c.strategy)
-    if name != "tp":
-        return _divides("the key/value heads", kv, name, tp)
-    return f"tp={tp} and {kv} key/value heads: neither divides the other" if kv % tp and tp % kv else None
+    kv, (name, parts) = c.model.num_kv_heads, cut(c.strategy)
+    return f"{name}={parts} and {kv} key/value heads: neither divides the other" if kv % parts and parts % kv else None
 
 
 def _ffn(c: Case) -> str | None:
@@ -281,7 +279,7 @@ RULES = (
     ),
     Rule(
         "tp-kv-heads",
-        "tp divides the key/value heads or is a multiple of them; the side q of a grid divides them",
+        "tp, or the side q of a grid, divides the key/value heads or is a multiple of them",
         "a key/value head is held whole, by one rank or by equally many replicas",
         _kv,
     ),

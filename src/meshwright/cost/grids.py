@@ -22,7 +22,7 @@ from meshwright.core.axes import TP_COL, TP_DEPTH, TP_INPUT, TP_OUTPUT, TP_ROW, 
 from meshwright.core.layouts import INNER_DIMS, Grid
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
-from meshwright.core.placement import even_split
+from meshwright.core.placement import even_split, kv_replicas
 from meshwright.core.strategy import Strategy
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -91,17 +91,20 @@ def layer_calls(sizes: Sizes) -> Iterator[Call]:
     """Of one layer: its two norms, and its linear layers."""
     for _ in range(2):
         yield from norm_calls(sizes)
-    for out, into, is_second in _linears(sizes.model):
+    for out, into, is_second in _linears(sizes.model, sizes.q):
         yield from linear_calls(sizes, out, into, is_second=is_second)
 
 
-def _linears(model: ModelSpec) -> Iterator[tuple[int, int, bool]]:
-    """(out, in, whether it is o or down) of a layer's products; q, k and v are one, and gate and up."""
+def _linears(model: ModelSpec, side: int) -> Iterator[tuple[int, int, bool]]:
+    """(out, in, whether it is o or down) of a layer's products; q, k and v are one, and gate and up. Key/value heads
+    count once for each column of ranks that has them."""
     together: dict[str, tuple[int, int]] = {}
     for param in model.parameters():
         if param.layer != 0 or len(param.shape) != 2:
             continue
         out, into = param.shape
+        if param.dims[0] == "kv_heads":
+            out *= kv_replicas(model, side)
         if param.dims[1] in INNER_DIMS:
             yield out, into, True
         else:

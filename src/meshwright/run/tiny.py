@@ -156,7 +156,7 @@ def _differences(planned: Strategy, clone: Strategy) -> Iterator[str]:
 
 def _model(model: ModelSpec, strategy: Strategy, *, has_kv_replicas: bool) -> ModelSpec:
     tp, grouped = strategy.tp, model.num_kv_heads < model.num_heads
-    kv_heads = max(1, tp // 2) if has_kv_replicas else tp
+    kv_heads = max(1, strategy.grid.side // 2) if has_kv_replicas else tp
     num_heads = 2 * tp if grouped else kv_heads
     if strategy.cp > 1 and strategy.context.kind == "ulysses":  # which divides the heads of each tp rank
         num_heads *= strategy.cp
