@@ -9,6 +9,7 @@ All contenders take turns in one process group; who is first rotates. A turn is 
     ring, ring-self-attention, ulysses    ours, with each balance
     torch                                 `torch.distributed.tensor.experimental.context_parallel`, where it runs
     alone                                 the whole sequence on every rank by itself: no rank waits for another
+    alone, dropout                        likewise, a tenth of its probabilities dropped, by our masks
 
 `compute ms` is the same without waiting for what the others send: every message is replaced by nothing (ring kinds).
 `sent MB` is what a rank sends, by the ledger, in 10^6 bytes; `moved ms` is what these bytes take by themselves, sent in
@@ -47,8 +48,10 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.tokens import positions
 from meshwright.models.attention import AttentionCore
 from meshwright.models.build import build
+from meshwright.parallel.context import local
 from meshwright.parallel.context.apply import ContextCore, WholeCore
 from meshwright.parallel.context.ring import Belt
+from meshwright.parallel.dropout import Dropped
 from meshwright.run.engine import parallelize
 
 HEAD_DIM = 64
@@ -93,6 +96,13 @@ def alone(options: argparse.Namespace) -> Turn:
     return lambda: core(q, k, v).backward(grad)
 
 
+def alone_dropping(options: argparse.Namespace) -> Turn:
+    """Likewise, with dropout of probabilities."""
+    q, k, v, grad = random_inputs(options, options.seq)
+    dropped = Dropped(torch.tensor([1]), torch.arange(options.heads), 0.1)
+    return lambda: local.attention(q, k, v, None, dropped).backward(grad)
+
+
 def torchs(axis: Axis, options: argparse.Namespace) -> Turn:
     """PyTorch's own, with its default load balance."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: TID251 (a peer)
@@ -117,7 +127,7 @@ def measure(rank: int, world: int, file: str, options: argparse.Namespace) -> di
     torch.manual_seed(rank)
     mesh = Mesh.create({"cp": world})
     axis = mesh["cp"]
-    turns: dict[str, Turn] = {"alone": alone(options)}
+    turns: dict[str, Turn] = {"alone": alone(options), "alone, dropout": alone_dropping(options)}
     for kind, balance in product(KINDS, ("contiguous", "zigzag", "striped")):
         turns[f"{kind} {balance}"] = ours(Context(kind=kind, degree=world, balance=balance), axis, options)
     found: dict[str, Any] = {"times": {name: [] for name in turns}, "sent": {}, "moved": {}, "compute": {}}

@@ -180,21 +180,21 @@ def test_a_few_probabilities_at_a_time_with_documents_as_well(monkeypatch: pytes
     documents = torch.tensor([[0] * 9 + [1] * 31, [0] * 25 + [1] * 15])
     found = Dropped(torch.tensor([5, 9]), torch.arange(4), RATE)
     at, seen = torch.arange(length), []
-    of_block = ScoreMask.apply_
+    of_part = ScoreMask.kept
     ones = torch.ones(2, 2, 2, length, length, dtype=torch.float64)
-    kept = of_block(found.between(found.rows(at), at), ones).flatten(1, 2)
+    kept = found.between(found.rows(at), at).apply_(ones).flatten(1, 2)
     scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 2
     p = scores.masked_fill(~document_mask(documents).unsqueeze(1), float("-inf")).softmax(-1)
     expected = (p * kept) @ v.repeat_interleave(2, 1)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
 
-    def counted(self: ScoreMask, x: torch.Tensor) -> torch.Tensor:
-        seen.append(x.numel())
-        return of_block(self, x)
+    def counted(self: ScoreMask, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(of_part(self, dtype).numel())
+        return of_part(self, dtype)
 
-    monkeypatch.setattr(block, "_MAX_SCORES", most)
-    monkeypatch.setattr(ScoreMask, "apply_", counted)
+    monkeypatch.setattr(block, "MAX_SCORES", {"cpu": most})
+    monkeypatch.setattr(ScoreMask, "kept", counted)
     ours = attention(q, k, v, documents, found)
     assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, (q, k, v), grad), wanted, strict=True):

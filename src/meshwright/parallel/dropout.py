@@ -7,8 +7,10 @@ What it divides: nothing. Whether an element of a hidden state is dropped is a f
 computed where the element is, so that any rank, any micro-batch and any run again in backward finds the same, and the
 result is that of one process. No mask is kept for backward: it is computed again. Likewise a probability of attention,
 by (seed, step, sequence, query, key, head, layer).
-What it needs: rule `dropout`. What it costs: seven integer passes over each hidden state, forward and backward; of
+What it needs: rule `dropout`. What it costs: eleven integer passes over each hidden state, forward and backward; of
 probabilities, over those of a few rows at a time, and attention that is not a fused kernel (`parallel.context.block`).
+A mask is a whole number of an element's width, all ones where it is kept, and is put on by `and`: choosing between two
+values costs PyTorch on the CPU thirty times such a pass.
 
     row    64-bit hash of seed, step, sequence, token; then of layer and site     one per token
     drop   a 32-bit mix of row + hash(feature) is below rate·2³²                  of probabilities: hash(key)
@@ -35,6 +37,8 @@ PROBABILITIES = 4
 """The number of those of attention."""
 _MASK = 2**64 - 1
 _ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
 _ODD_32 = (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)
 
 
@@ -128,7 +132,8 @@ class Masks:
         if self._features is None or len(self._features) != x.shape[-1] or self._features.device != x.device:
             first = self.part.features * x.shape[-1]
             self._features = _of_columns(torch.arange(first, first + x.shape[-1], device=x.device))
-        return x.masked_fill(_is_dropped(rows, self._features, self.rate), 0.0).mul_(1 / (1 - self.rate))
+        kept = _kept(rows, self._features, self.rate, x.dtype)
+        return (x.view(kept.dtype) & kept).view(x.dtype).mul_(1 / (1 - self.rate))
 
     def of_attention(self, place: int, num_heads: int, index: int) -> Dropped | None:
         """Of the probabilities of the micro-batch that runs; None where none are dropped.
@@ -185,10 +190,24 @@ class ScoreMask:
         """Of some of them."""
         return ScoreMask(self.rows[sequences, :, queries], self.columns[keys], self.rate)
 
+    def grouped(self, num_groups: int) -> ScoreMask:
+        """The same of rows [b·g, a/g, n]: `part` then takes some pairs of a sequence and a group."""
+        return ScoreMask(self.rows.unflatten(1, (num_groups, -1)).flatten(0, 1), self.columns, self.rate)
+
+    def kept(self, dtype: torch.dtype) -> torch.Tensor:
+        """[.., n, m], whole numbers as wide as this dtype: all bits where a probability is kept, none where not."""
+        return _kept(self.rows, self.columns, self.rate, dtype)
+
     def apply_(self, probabilities: torch.Tensor) -> torch.Tensor:
         """Of probabilities [b, g, a/g, n, m], in place: what is dropped is 0, the rest divided by 1 − rate."""
-        rows = self.rows.unflatten(1, probabilities.shape[1:3])
-        return probabilities.masked_fill_(_is_dropped(rows, self.columns, self.rate), 0.0).mul_(1 / (1 - self.rate))
+        kept = self.kept(probabilities.dtype).unflatten(1, probabilities.shape[1:3])
+        return keep_(probabilities, kept).mul_(1 / (1 - self.rate))
+
+
+def keep_(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """x, in place, 0 where nothing is kept (:meth:`ScoreMask.kept` of its dtype)."""
+    x.view(kept.dtype).bitwise_and_(kept)
+    return x
 
 
 def _of_columns(numbers: torch.Tensor) -> torch.Tensor:
@@ -196,12 +215,16 @@ def _of_columns(numbers: torch.Tensor) -> torch.Tensor:
     return _low(_mix(numbers + _signed(_ODD[0])))
 
 
-def _is_dropped(rows: torch.Tensor, columns: torch.Tensor, rate: float) -> torch.Tensor:
-    """bool [.., n, m] of rows [.., n] and columns [m]."""
+def _kept(rows: torch.Tensor, columns: torch.Tensor, rate: float, dtype: torch.dtype) -> torch.Tensor:
+    """[.., n, m] of rows [.., n] and columns [m]: −1 where an element of this dtype is kept, 0 where it is dropped."""
     bits = rows.unsqueeze(-1) + columns
-    bits.bitwise_xor_(bits >> 16).mul_(_ODD_32[0])
-    bits.bitwise_xor_(bits >> 13).mul_(_ODD_32[1])
-    return bits < round(rate * 2**32) - 2**31
+    shifted = bits >> 16
+    bits.bitwise_xor_(shifted).mul_(_ODD_32[0])
+    torch.bitwise_right_shift(bits, 13, out=shifted)
+    bits.bitwise_xor_(shifted).mul_(_ODD_32[1])
+    most = torch.tensor(((round(rate * 2**32) - 2**31) >> 1) - 1, dtype=torch.int32)  # halved: differences don't wrap
+    kept = torch.sub(most, bits.bitwise_right_shift_(1), out=bits).bitwise_right_shift_(31)
+    return kept.to(_WHOLE[dtype.itemsize])
 
 
 class _Dropout(torch.autograd.Function):
