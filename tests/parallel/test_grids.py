@@ -100,10 +100,10 @@ def tiny(spec: ModelSpec) -> Tiny:
     return model
 
 
-def split(spec: ModelSpec, lies: Grid, mesh: Mesh) -> Tiny:
+def split(spec: ModelSpec, lies: Grid, mesh: Mesh, keeps_operands: bool = True) -> Tiny:
     """The same model with its modules replaced, and its weights cut."""
     model, params = tiny(spec), {p.name: p for p in spec.parameters()}
-    grids.apply(model, spec, lies, mesh)
+    grids.apply(model, spec, lies, mesh, keeps_operands)
     for name, parameter in model.named_parameters():
         box = param_box(spec, params[name], lies, mesh["tp"].index)
         parameter.data = parameter.data[box.slices].clone()
@@ -225,29 +225,33 @@ def test_a_mean_far_above_the_spread_keeps_its_digits(ranks: Any) -> None:
     assert max(ranks(norm_error, 4, True)) > 0.1  # E[x²] − E[x]² loses them all
 
 
-def mlp_traffic(rank: int, world: int, kind: str) -> Traffic:
-    """What one plain MLP sends, forward and backward."""
+def mlp_traffic(rank: int, world: int, kind: str) -> list[Traffic]:
+    """What one linear layer, one plain MLP and one that gathers again send, forward and backward."""
     lies, mesh = mesh_of(kind)
-    parts = split(SPEC.model_copy(update={"ffn_size": 4 * SPEC.hidden_size}), lies, mesh)
-    mlp = parts.layers["0"].mlp
+    spec, found = SPEC.model_copy(update={"ffn_size": 4 * SPEC.hidden_size}), []
+    mlps = [split(spec, lies, mesh, keeps).layers["0"].mlp for keeps in (True, False)]
     x = hidden_part(whole(1, B, S, SPEC.hidden_size), lies, mesh, lies.batch_axes, lies.hidden_axes).requires_grad_()
-    mesh.ledger.take()
-    mlp.down(mlp.up(x)).sum().backward()
-    return mesh.ledger.take()
+    for run in (mlps[0].up, *(lambda x, m=mlp: m.down(m.up(x)) for mlp in mlps)):
+        mesh.ledger.take()
+        run(x).sum().backward()
+        found.append(mesh.ledger.take())
+    return found
 
 
 @KINDS
-def test_an_mlp_sends_what_the_papers_say(ranks: Any, kind: str) -> None:
-    """Bytes per rank of one MLP h → 4h → h, forward and backward, weights β·4h² each (S_W) and input β·T·h (S_X).
+def test_a_linear_layer_and_an_mlp_send_what_the_papers_say(ranks: Any, kind: str) -> None:
+    """Bytes per rank, forward and backward, of h → 4h, and of h → 4h → h: weights β·4h² each (S_W), input β·T·h (S_X).
 
-    2D and 2.5D (q−1)/q²·(15·S_X/δ + 6·S_W); 3D (q−1)/q³·(20·S_X + 4·S_W), and 5·S_X + 2·S_W of the same for gathering
-    both layers' inputs and weights again in backward, which leaves 1/q³ of them to keep.
+    2D, 2.5D   3·(q−1)/q²·(S_X/δ + S_W)          (q−1)/q²·(15·S_X/δ + 6·S_W)
+    3D         2·(q−1)/q³·(S_X + S_W + 4·S_X)    (q−1)/q³·(20·S_X + 4·S_W), and 5·S_X + 2·S_W of the same where both
+                                                 layers' inputs and weights are gathered again in backward
     """
     q, s_x, s_w = 2, 8 * B * S * SPEC.hidden_size, 8 * 4 * SPEC.hidden_size**2
     depth = GRIDS[kind][1].depth
-    square = (q - 1) * (15 * s_x // depth + 6 * s_w) // q**2
-    expected = (q - 1) * (25 * s_x + 6 * s_w) // q**3 if kind == "3d" else square
+    square = [3 * (q - 1) * (s_x // depth + s_w) // q**2, *[(q - 1) * (15 * s_x // depth + 6 * s_w) // q**2] * 2]
+    cube = [2 * (s_x + s_w + 4 * s_x), 20 * s_x + 4 * s_w, 25 * s_x + 6 * s_w]
+    expected = [(q - 1) * sent // q**3 for sent in cube] if kind == "3d" else square
     for sent in ranks(mlp_traffic, GRIDS[kind][0], kind):
-        assert sent.wire_bytes == expected
+        assert [traffic.wire_bytes for traffic in sent] == expected
         axes = {TP_ROW, TP_COL} if kind != "3d" else {TP_INPUT, TP_WEIGHT, TP_OUTPUT}
-        assert set(sent.by_axis()) == axes
+        assert set(sent[1].by_axis()) == axes

@@ -266,6 +266,12 @@ class Strategy(Value):
         """Whether a block stays gathered from its first use in a step to its last."""
         return self.zero == 3 and (self.keep_gathered or not self.reduces_each)
 
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether a cube keeps what its linear layers gather in forward until their backward, instead of gathering
+        again: always, but where the core of attention is all that shall come back (recompute=selective)."""
+        return self.tensor.kind == "3d" and self.recompute != "selective"
+
     @cached_property
     def num_parts(self) -> int:
         """Parts that the model is cut into; each is one stage, or one in each direction."""

@@ -21,6 +21,9 @@ ranks each keeps these terms of s/c tokens. Tensors of hidden size are whole on 
 of a column-parallel region is not copied, and the all-reduced output is kept by nobody. With sequence="megatron" they,
 and the norms' statistics, are of 1/t of the tokens: (4h + 2 + 2(a+g)d + 3f + a)/t, everything divided.
 
+On a grid a rank keeps its block of each. A cube keeps inputs of products q times, as it gathered them, and gathered
+weights with them (`Strategy.keeps_operands`).
+
 Counted per micro-batch; the schedule says how many of them live at once. `tests/cost/test_activations.py` counts the
 same on the real modules.
 
@@ -75,6 +78,8 @@ class _Sizes:
     vocab: int
     element_bytes: int
     statistic_bytes: int
+    gathered: int
+    """Blocks of an operand of a product that are kept: 1, or the side of a cube."""
 
     def kept(self, name: str, elements: int) -> ByteTerm:
         """A tensor in the dtype of the parameters."""
@@ -84,9 +89,17 @@ class _Sizes:
         """A tensor in at least fp32."""
         return ByteTerm(name, self.tokens * elements * self.statistic_bytes)
 
+    def operand(self, name: str) -> ByteTerm:
+        """The input of a product, of hidden size."""
+        return self.own(name, self.hidden * self.gathered)
+
     def hidden_state(self, name: str) -> ByteTerm:
         """A tensor of hidden size between the regions."""
         return self.own(name, self.hidden)
+
+    def inner_operand(self, name: str, elements: int) -> ByteTerm:
+        """The input of a product, that is made in a region."""
+        return self.kept(name, elements * self.gathered)
 
     def own(self, name: str, elements: int) -> ByteTerm:
         """A tensor between the regions."""
@@ -118,6 +131,7 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
         vocab=local("vocab", spec.vocab_size),
         element_bytes=strategy.recipe.parameter_bytes,
         statistic_bytes=strategy.recipe.statistic_bytes,
+        gathered=grid.side if strategy.keeps_operands else 1,
     )
 
 
@@ -128,14 +142,24 @@ def _norm_terms(spec: ModelSpec, z: _Sizes, name: str) -> list[ByteTerm]:
 
 
 def _mlp_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
-    return [z.hidden_state("mlp input"), *_inner_terms(spec, z, z.ffn, spec.gated_mlp)]
+    num_first = 2 if spec.gated_mlp else 1
+    return [
+        z.operand("mlp input"),
+        *_inner_terms(spec, z, z.ffn, spec.gated_mlp),
+        *_weight_terms(z, "mlp", (num_first + 1) * z.ffn),
+    ]
+
+
+def _weight_terms(z: _Sizes, name: str, width: int) -> list[ByteTerm]:
+    """Of weights [width, h] together, if they are kept as they were gathered."""
+    return [ByteTerm(f"{name} weights, gathered", width * z.hidden * z.element_bytes)] if z.gathered > 1 else []
 
 
 def _inner_terms(spec: ModelSpec, z: _Sizes, ffn: int, is_gated: bool) -> list[ByteTerm]:
     """Between the first and the last product of an MLP."""
     if not is_gated:
-        return [z.kept("up", ffn), z.kept("activated", ffn)]
-    terms = [z.kept("gate", ffn), z.kept("up", ffn), z.kept("product", ffn)]
+        return [z.kept("up", ffn), z.inner_operand("activated", ffn)]
+    terms = [z.kept("gate", ffn), z.kept("up", ffn), z.inner_operand("product", ffn)]
     return terms if spec.activation == "silu" else [*terms, z.kept("activated gate", ffn)]
 
 
@@ -212,7 +236,7 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
     z = _sizes(spec, strategy, b, s)
     return [
         *_norm_terms(spec, z, "attention norm"),
-        z.hidden_state("attention input"),
+        z.operand("attention input"),
         *(_projection_terms(spec, strategy, z) if spec.latent is None else _latent_terms(spec.latent, z)),
         *recomputed_core_terms(spec, strategy, b, s),
         *mlp_half_terms(spec, strategy, b, s, layer),
@@ -231,6 +255,7 @@ def _projection_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes) -> list[By
         z.kept("q", q),
         z.kept("k", _exchanged_kv(strategy, z)),
         z.kept("v", _exchanged_kv(strategy, z)),
+        *_weight_terms(z, "attention", 2 * (q + kv)),
     ]
 
 
@@ -255,8 +280,10 @@ def recomputed_core_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -
         return [for_o, z.kept("probabilities", z.heads * s)]
     if kind == "ulysses":
         return [for_o, replace(output, name="attention output on its way"), z.statistics("log-sum-exp", z.heads)]
-    narrowed = [replace(for_o, name="attention output, narrowed")] if is_narrowed else []
-    return [output, *narrowed, z.statistics("log-sum-exp", z.heads)]
+    further = [replace(for_o, name="attention output, narrowed")] if is_narrowed else []
+    if z.gathered > 1:
+        further = [z.inner_operand("attention output, gathered", z.values)]
+    return [output, *further, z.statistics("log-sum-exp", z.heads)]
 
 
 def _exchanged_kv(strategy: Strategy, z: _Sizes) -> int:
@@ -303,9 +330,9 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, l
     q, kv = z.heads * z.head_dim, z.kv_heads * z.head_dim
     plain = [z.kept("gradients of q, k and v", q + 2 * kv)]
     return [
-        z.hidden_state("attention input"),
+        z.operand("attention input"),
         *(plain if spec.latent is None else _postponed_latent_terms(spec.latent, z)),
-        z.kept("attention output", z.values),
+        z.inner_operand("attention output", z.values),
         *postponed_mlp_half_terms(spec, strategy, b, s, layer),
     ]
 
@@ -321,9 +348,9 @@ def _postponed_latent_terms(latent: LatentAttention, z: _Sizes) -> list[ByteTerm
 
 
 def _postponed_mlp_terms(spec: ModelSpec, z: _Sizes, ffn: int) -> list[ByteTerm]:
-    inner = [z.kept("down input", ffn), z.kept("gradient of up", ffn), z.kept("gradient of down", z.hidden)]
+    inner = [z.inner_operand("down input", ffn), z.kept("gradient of up", ffn), z.kept("gradient of down", z.hidden)]
     gate = [z.kept("gradient of gate", ffn)] if spec.gated_mlp else []
-    return [z.hidden_state("mlp input"), *inner, *gate]
+    return [z.operand("mlp input"), *inner, *gate]
 
 
 def _postponed_expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
@@ -338,7 +365,7 @@ def _postponed_expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: i
 def postponed_head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """Likewise the head: its input, and the gradient of the logits."""
     z = _sizes(spec, strategy, b, s)
-    return [z.hidden_state("head input"), z.kept("gradient of logits", z.vocab)]
+    return [z.operand("head input"), z.kept("gradient of logits", z.vocab)]
 
 
 def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
@@ -355,7 +382,7 @@ def embedding_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list
 def head_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """What the final norm and the head keep; the logits are the loss's."""
     z = _sizes(spec, strategy, b, s)
-    return [*_norm_terms(spec, z, "final norm"), z.hidden_state("head input")]
+    return [*_norm_terms(spec, z, "final norm"), z.operand("head input"), *_weight_terms(z, "head", z.vocab)]
 
 
 def loss_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, num_sums: int = 2) -> list[ByteTerm]:

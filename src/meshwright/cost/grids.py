@@ -4,11 +4,12 @@ Of a linear layer of [in → out] over T tokens S_X = β·T·in, S_W = β·in·o
 
     2D, 2.5D   forward (q−1)/q²·(S_X/δ + S_W), backward twice as much; the head, a transpose, sends S_Y/δ for S_X/δ in
                forward and in the weight's gradient, and both in the input's
-    3D         forward (q−1)/q³·(S_X + S_W + S_Y), backward 2·(S_X + S_W) + S_Y of the same
+    3D         forward (q−1)/q³·(S_X + S_W + S_Y), backward as much; S_X + S_W more of the same, where backward gathers
+               again (`Strategy.keeps_operands`)
 
-q, k and v are one layer here, and gate and up: their input passes once. Backward keeps blocks of 1/(δq²) and 1/q³ and
-moves them again. A norm sums one or two numbers a token over the ranks that share its hidden dim; embedding and loss as
-`parallel.grids.embedding` and `parallel.loss` say.
+q, k and v are one layer here, and gate and up: their input passes once. In 2D and 2.5D backward keeps blocks of 1/(δq²)
+and moves them again. A norm sums one or two numbers a token over the ranks that share its hidden dim; embedding and
+loss as `parallel.grids.embedding` and `parallel.loss` say.
 
 Sources: Xu et al. 2021 (2D), Wang et al. 2021 (2.5D), Bian et al. 2021 (3D).
 """
@@ -52,6 +53,7 @@ class Sizes:
     index: int
     """Position on tp; only a share of the vocabulary depends on it."""
     splits_backward: bool
+    keeps_operands: bool
     num_loss_sums: int
     """Of a token, besides its maximum."""
 
@@ -137,9 +139,10 @@ def _cube_calls(sizes: Sizes, out: int, into: int, is_second: bool) -> Iterator[
     yield Call(FORWARD, "all_gather", TP_WEIGHT, weight)
     yield Call(FORWARD, "reduce_scatter", out_axis, y)
     yield Call(BACKWARD, "all_gather", out_axis, y, 2 if sizes.splits_backward else 1)
-    yield Call(BACKWARD, "all_gather", TP_WEIGHT, weight)
     yield Call(BACKWARD, "reduce_scatter", in_axis, x)
-    yield Call(BACKWARD, "all_gather", in_axis, x)
+    if not sizes.keeps_operands:
+        yield Call(BACKWARD, "all_gather", TP_WEIGHT, weight)
+        yield Call(BACKWARD, "all_gather", in_axis, x)
     yield Call(BACKWARD, "reduce_scatter", TP_WEIGHT, weight)
 
 

@@ -172,7 +172,7 @@ def moved_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> 
 
 
 def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
-    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
+    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence, strategy.keeps_operands
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
@@ -192,8 +192,7 @@ class LeastKept:
 
 def least_kept_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> LeastKept:
     """By the layer that keeps least, on a rank of each stage."""
-    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence
-    part = _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
+    part = _part(model, job, strategy)
     layers = [part.unit((is_sparse,), strategy.recompute) for is_sparse in (False, True)]
     kept = min(unit.kept for unit in layers) // strategy.recompute_group
     whole = min(part.dense.kept, part.sparse.kept)
@@ -394,12 +393,15 @@ def _one_micro_batch(
     context: Context,
     precision: Precision,
     sequence: SequenceKind,
+    keeps_operands: bool,
     b: int,
     s: int,
     loss_numbers: int,
 ) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
-    alone = Strategy(tp=tp, tensor=tensor, context=context, precision=precision, sequence=sequence)
+    recompute: Recompute = "selective" if tensor.kind == "3d" and not keeps_operands else "none"
+    layout = {"tp": tp, "tensor": tensor, "context": context, "precision": precision, "sequence": sequence}
+    alone = Strategy.model_validate({**layout, "recompute": recompute})
 
     def of_layer(layer: int) -> _LayerBytes:
         return _LayerBytes(

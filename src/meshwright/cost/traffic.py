@@ -116,6 +116,7 @@ def _grid_sizes(model: ModelSpec, job: Job, strategy: Strategy, index: int) -> S
         statistic_bytes=strategy.recipe.statistic_bytes,
         index=index,
         splits_backward=strategy.splits_backward,
+        keeps_operands=strategy.keeps_operands,
         num_loss_sums=job.num_loss_sums,
     )
 

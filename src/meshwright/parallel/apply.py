@@ -97,7 +97,7 @@ class ParallelModel:
         if strategy.tensor.kind == "1d":
             tensor.apply(model, spec, mesh[TP], strategy.sequence)
         else:
-            grids.apply(model, spec, strategy.grid, mesh)
+            grids.apply(model, spec, strategy.grid, mesh, strategy.keeps_operands)
         self.masks = Masks(job.dropout, 0, part, job.attention_dropout)
         dropout.apply(model, self.masks)
         context.drop(model, self.masks)

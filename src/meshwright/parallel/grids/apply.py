@@ -94,8 +94,12 @@ class GridPositions(nn.Module):
         return F.embedding(self.own(numbers) if numbers.dim() == 2 else numbers, self.weight)
 
 
-def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh) -> None:
-    """Replace modules in place. Weights are cut elsewhere, by placement."""
+def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh, keeps_gathered: bool = True) -> None:
+    """Replace modules in place. Weights are cut elsewhere, by placement.
+
+    Args:
+        keeps_gathered: in a cube, whether backward finds what forward gathered.
+    """
     weights = {param.name: param for param in spec.parameters()}
     axes = {name: mesh[name] for name, _ in grid.axes}
     for path, module in list(model.named_modules()):
@@ -105,7 +109,7 @@ def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh) -> None:
             setattr(model.get_submodule(parent), child, GridProjections())
         if name not in weights:
             continue
-        replacement = _replacement(module, weights[name], spec, grid, axes)
+        replacement = _replacement(module, weights[name], spec, grid, axes, keeps_gathered)
         if weights[name].dims[0] == "position":
             replacement = GridPositions(module, lambda x: own_sequences(x, mesh, grid.batch_axes))
         if replacement is not None:
@@ -113,11 +117,11 @@ def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh) -> None:
 
 
 def _replacement(
-    module: nn.Module, weight: ParamSpec, spec: ModelSpec, grid: Grid, axes: dict[str, Axis]
+    module: nn.Module, weight: ParamSpec, spec: ModelSpec, grid: Grid, axes: dict[str, Axis], keeps_gathered: bool
 ) -> nn.Module | None:
     """What stands in a module's place; None where it works on what is local anyway."""
     if isinstance(module, nn.Linear):
-        return GridLinear(module, _algorithm(weight, grid, axes))
+        return GridLinear(module, _algorithm(weight, grid, axes, keeps_gathered))
     if weight.dims[0] == "vocab" and isinstance(module, nn.Embedding):
         if grid.kind == "3d":
             return CubeEmbedding(module, axes[TP_INPUT], axes[TP_WEIGHT], spec.vocab_size)
@@ -128,11 +132,11 @@ def _replacement(
     return None
 
 
-def _algorithm(weight: ParamSpec, grid: Grid, axes: dict[str, Axis]) -> Algorithm:
+def _algorithm(weight: ParamSpec, grid: Grid, axes: dict[str, Axis], keeps_gathered: bool) -> Algorithm:
     if grid.kind == "3d":
         is_second = weight.dims[1] in INNER_DIMS
         into, out = (TP_OUTPUT, TP_INPUT) if is_second else (TP_INPUT, TP_OUTPUT)
-        return CubeLinear(axes[into], axes[TP_WEIGHT], axes[out])
+        return CubeLinear(axes[into], axes[TP_WEIGHT], axes[out], keeps_gathered)
     row, col = axes[TP_ROW], axes[TP_COL]
     if weight.dims[0] == "vocab":
         num_rows = tuple(even_split(weight.shape[0], col.size, at)[1] for at in range(col.size))

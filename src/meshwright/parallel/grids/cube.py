@@ -9,7 +9,7 @@ A linear layer has a group that gathers its input, one that gathers its weight a
 The output's columns lie as the input group, and its rows as the output group: in the next linear layer the two have
 changed roles, and behind that one all lies as before. So first layers (q, k, v, gate, up, head) have
 `into` = tp_input, `out` = tp_output, and second ones (o, down) the other way round.
-Backward gathers input and weight again, so that what is kept is a share of 1/q³.
+Backward takes the gathered input and weight, of which 1/q² is kept, or gathers them again and keeps 1/q³.
 What is needed next is on its way while blocks are gathered or multiplied. What it costs: `cost.grids`.
 """
 
@@ -30,24 +30,33 @@ class CubeLinear:
     into: Axis
     weight: Axis
     out: Axis
+    keeps: bool
+    """What is gathered in forward, for backward."""
+
+    def gather(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._gathered(x, weight) if self.keeps else None
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows, inputs = _gather_start(x, self.into), _gather_start(weight, self.weight)
-        whole_x, whole_weight = _ended(*rows), _columns(_ended(*inputs), self.weight.size)
+        whole_x, whole_weight = (x, weight) if self.keeps else self._gathered(x, weight)
         return _scattered(whole_x @ whole_weight.t(), self.out)
 
     def prepare(self, grad: torch.Tensor) -> torch.Tensor:
         return _ended(*_gather_start(grad, self.out))
 
     def input_gradient(self, prepared: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        whole_weight = _columns(_ended(*_gather_start(weight, self.weight)), self.weight.size)
-        return _scattered(prepared @ whole_weight, self.into)
+        if not self.keeps:
+            weight = _columns(_ended(*_gather_start(weight, self.weight)), self.weight.size)
+        return _scattered(prepared @ weight, self.into)
 
     def weight_gradient(self, prepared: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        whole_x = _ended(*_gather_start(x, self.into))
+        whole_x = x if self.keeps else _ended(*_gather_start(x, self.into))
         parts = whole_x.unflatten(1, (self.weight.size, -1)).transpose(0, 1)
         products = torch.matmul(prepared.t(), parts).flatten(0, 1)  # [q · out/q, in/q²]
         return _scattered(products, self.weight)
+
+    def _gathered(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, inputs = _gather_start(x, self.into), _gather_start(weight, self.weight)
+        return _ended(*rows), _columns(_ended(*inputs), self.weight.size)
 
 
 def _gather_start(own: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:

@@ -1,7 +1,8 @@
 """What a linear layer on a grid asks of an algorithm, and what autograd sees of it.
 
 Each rank has a block of the input, of the weight and of the output; the algorithm moves blocks so that products of
-whole matrices come out. Backward keeps the rank's own blocks alone, and moves the others' again.
+whole matrices come out. Backward keeps the rank's own blocks alone and moves the others' again, or where the algorithm
+gathers, what it gathered.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ Again = Callable[[], AbstractContextManager[None]]
 class Algorithm(Protocol):
     """Products of matrices that lie in blocks on a grid. All are collective: every rank of the grid takes part.
 
-    Blocks of this rank: x [T', in'], weight [out', in'], y and grad [T'', out'].
+    Blocks of this rank: x [T', in'], weight [out', in'], y and grad [T'', out']. Where `gather` gives something, the
+    others take that for x and weight.
     """
+
+    def gather(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is kept for backward in place of both; None: they are, and others' blocks move again."""
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """y = x · weightᵀ."""
@@ -44,14 +49,16 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, algorithm: Algorithm, leave: Leave | None, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        ctx.save_for_backward(rows, *weights)
+        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), _stacked(weights)
+        whole = algorithm.gather(rows, weight)
+        ctx.save_for_backward(*(whole or (rows, *weights)))
         ctx.algorithm, ctx.leave, ctx.shape = algorithm, leave, x.shape
-        y = algorithm.multiply(rows, _stacked(weights))
+        ctx.widths = [len(weight) for weight in weights]
+        y = algorithm.multiply(*(whole or (rows, weight)))
         if len(weights) == 1:
             return (y,)
         # each by itself: of q, k and v only v is kept as it is
-        return tuple(part.contiguous() for part in y.split([len(weight) for weight in weights], 1))
+        return tuple(part.contiguous() for part in y.split(ctx.widths, 1))
 
     @staticmethod
     @once_differentiable
@@ -60,12 +67,12 @@ class _Product(torch.autograd.Function):
         grad = of_outputs[0].contiguous() if len(of_outputs) == 1 else torch.cat(of_outputs, 1)
         needs = ctx.needs_input_grad
         prepared = ctx.algorithm.prepare(grad)
-        grad_x, grads = None, (None,) * len(weights)
+        grad_x, grads = None, (None,) * len(ctx.widths)
         if needs[0]:
             grad_x = ctx.algorithm.input_gradient(prepared, _stacked(weights)).view(ctx.shape)
         if any(needs[3:]):
             whole = _weight_gradient(ctx.algorithm, ctx.leave, grad, prepared, rows)
-            grads = grads if whole is None else whole.split([len(weight) for weight in weights])
+            grads = grads if whole is None else whole.split(ctx.widths)
         return grad_x, None, None, *grads
 
 

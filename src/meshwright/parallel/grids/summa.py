@@ -64,6 +64,9 @@ class SummaLinear:
     row: Axis
     col: Axis
 
+    def gather(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        return None
+
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(len(x), len(weight))
         for x_l, weight_l in zip(self._along_row(x), self._along_col(weight), strict=True):
@@ -94,6 +97,9 @@ class SummaHead:
     col: Axis
     num_rows: tuple[int, ...]
     """Of the vocabulary, in each of its q blocks."""
+
+    def gather(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        return None
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return reduced((x @ weight_l.t() for weight_l in self._along_col(weight)), self.row)
