@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.cli.bench_serve import OPTIONS
 from meshwright.cli.main import main
+from meshwright.cli.serving import options_named
 from meshwright.core.errors import InputError
+from meshwright.core.serving import is_serving
 from meshwright.report.serving import load_lines
+from meshwright.run.served import open_model
 from meshwright.serve.bench import Record, Target, run_load, summary_of
 from meshwright.serve.workload import Lengths, Workload, planned
 from tests.serve.conftest import Running
@@ -197,3 +201,19 @@ def test_the_command(served: Running, capsys: pytest.CaptureFixture[str]):
         main(["bench-serve", *options, "--rate", "50", "--concurrency", "2"])
     with pytest.raises(InputError, match="not one of 2 requests was answered"):
         main(["bench-serve", served.url, "--requests", "2", "--prompt-tokens", "2000"])
+
+
+def test_a_refusal_names_the_option_that_was_typed(tmp_path):
+    def refused(**change: object) -> str:
+        with pytest.raises(InputError) as error, options_named(OPTIONS):
+            Workload.parse({"num_requests": 1, **change}, "workload")
+        return str(error.value)
+
+    assert refused(rate=-1).startswith("--rate: Input should be greater than 0")
+    assert refused(rate=1, timeout_s=0).startswith("--timeout: ")
+    assert refused(rate=1, concurrency=2).startswith("say how requests come")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="there is no such folder; name the folder of a Hugging Face model"):
+        open_model(tmp_path / "none")
+    with pytest.raises(InputError, match="an empty file, and no plan"):
+        is_serving(tmp_path / "file")

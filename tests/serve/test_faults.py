@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshwright.core.errors import InputError
+from meshwright.serve import api
 from meshwright.serve.api import CompletionBody
 from meshwright.serve.app import make_app
 from meshwright.serve.request import SamplingParams
@@ -75,6 +76,19 @@ def test_keys_are_compared_as_bytes(run_server):
     for given, status in (("Bearer schlüssel", 200), ("bearer schlüssel", 200), ("schlüssel", 401), ("Bearer x", 401)):
         answer = post(served, "/v1/completions", GOOD, headers={"authorization": given.encode()})
         assert answer.status_code == status, given
+
+
+def test_lists_beyond_count_are_refused_before_they_are_made():
+    many = b'{"prompt": "x", "metadata": {"a": [' + b",".join([b"[]"] * 1_000_000) + b"]}}"
+    began_s = time.process_time()
+    with pytest.raises(InputError, match="the body holds 1,000,003 lists and objects; 10,000 may be in it"):
+        api.parse(api.CompletionBody, many)
+    assert time.process_time() - began_s < 0.5
+    with pytest.raises(InputError, match="50,002 lists"):
+        api.parse(api.CompletionBody, b'{"prompt": "x", "metadata": ' + b"[" * 50_001)
+    for text in ("[{" * 20_000, r"\\" * 3 + r"\"[" * 20_000, "\n"):
+        body = json.dumps({"prompt": text}).encode()
+        assert api.parse(api.CompletionBody, body).prompt == text, "what stands in a text counts for nothing"
 
 
 def test_millions_of_wrong_items_are_one_mistake():

@@ -106,6 +106,46 @@ def test_products_by_tiles(kernels, outputs, inputs):
     assert torch.equal(alone, product(x)[:, -1:]), "a row does not depend on its neighbours"
 
 
+def logits_of(model, rows: int, stacked: bool, threads: int) -> tuple[list[torch.Tensor], int]:
+    """Of every step while several prompts are answered, and how many of them were one call."""
+    engine = make(model, num_blocks=4 * rows, step_tokens=rows)
+    runner, found, calls = engine.runner, [], []
+    stack, run = runner._stack, runner.run
+    assert stack is not None
+    runner._stack = (lambda x, step: calls.append(1) or stack(x, step)) if stacked else None
+    runner.run = lambda batch: found.append(run(batch)) or found[-1]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        engine.generate(prompts_of(model, *[2 + at % 3 for at in range(rows)]), GREEDY)
+    finally:
+        torch.set_num_threads(before)
+    return [logits for logits in found if logits is not None], len(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "loads"), [("llama-tied-scaled", (1, 33)), ("llama-biases", (5,)), ("qwen3-wide-heads", (5,))]
+)
+def test_a_step_in_one_call_is_that_of_the_layers(kernels, name, loads):
+    if not kernels.has_tiles:
+        pytest.skip("no matrix tiles here")
+    model = random_model(SPECS[name].model_copy(update={"ffn_size": 64}), torch.bfloat16)
+    for rows in loads:
+        found, num_calls = logits_of(model, rows, True, threads=1 + rows % 2)
+        expected, none = logits_of(model, rows, False, threads=1)
+        assert num_calls >= 8, "a step that only decodes is one call"
+        assert not none
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected))
+    assert not torch.equal(found[-1][:1], found[-1][1:2]), "a control: rows differ"
+
+
+def test_what_a_step_in_one_call_does_not_know_runs_by_layers(kernels):
+    for name in ("gpt2", "mixtral", "deepseek-v3"):
+        assert make(random_model(SPECS[name], torch.bfloat16)).runner._stack is None
+    assert make(random_model(SPECS["llama"])).runner._stack is None, "fp32"
+
+
 def test_models_of_every_kind_run_plainly_too(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "plain")
     for name in ("llama", "qwen3-wide-heads", "gpt2"):

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 100
 _LENGTHS = "128, uniform:64,256, normal:128,32, lognormal:128,0.8 or exponential:128"
+OPTIONS = {
+    **{name: f"--{name.replace('_', '-')}" for name in ("rate", "concurrency", "prompt_tokens", "output_tokens",
+                                                        "prefix_tokens", "temperature")},
+    "num_requests": "--requests", "duration_s": "--duration", "timeout_s": "--timeout",
+}  # fmt: skip
+"""Field of the workload → option."""
 _EVERY_S = 10.0
 """Between plain lines where the output is no terminal."""
 
@@ -45,16 +51,18 @@ def bench_serve_command(
     import json
     from dataclasses import asdict
 
+    from meshwright.cli.serving import options_named
     from meshwright.core.errors import InputError
     from meshwright.serve.bench import summary_of
     from meshwright.serve.workload import Workload
 
-    workload = Workload(
-        rate=rate, concurrency=DEFAULT_CONCURRENCY if rate is None and concurrency is None else concurrency,
-        num_requests=DEFAULT_REQUESTS if requests is None and duration is None else requests, duration_s=duration,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, prefix_tokens=prefix_tokens, seed=seed, chat=chat,
-        temperature=temperature, ignore_eos=ignore_eos, timeout_s=timeout,
-    )  # fmt: skip
+    with options_named(OPTIONS):
+        workload = Workload(
+            rate=rate, concurrency=DEFAULT_CONCURRENCY if rate is None and concurrency is None else concurrency,
+            num_requests=DEFAULT_REQUESTS if requests is None and duration is None else requests, duration_s=duration,
+            prompt_tokens=prompt_tokens, output_tokens=output_tokens, prefix_tokens=prefix_tokens, seed=seed, chat=chat,
+            temperature=temperature, ignore_eos=ignore_eos, timeout_s=timeout,
+        )  # fmt: skip
     asked_url, asked_model, records = asyncio.run(_load(url, workload, api_key, model))
     summary = summary_of(asked_url, asked_model, records)
     if as_json:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,10 @@ OF_TRAINING = (
 OF_SERVING = ("prompt", "output", "rate", "max_ttft", "max_tpot")
 """Options of `plan` that say nothing about a training."""
 
+REQUESTS = {"prompt_tokens": "--prompt", "output_tokens": "--output", "rate_per_s": "--rate",
+            "max_ttft_s": "--max-ttft", "max_tpot_s": "--max-tpot"}  # fmt: skip
+"""Field → option of `plan --serve`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shown:
@@ -51,6 +56,21 @@ def refuse_others(context: typer.Context, serve: bool) -> None:
             )
 
 
+@contextmanager
+def options_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Where a value is refused, name the options that were typed.
+
+    Args:
+        names: field → option.
+    """
+    try:
+        yield
+    except InputError as error:
+        _, _, what = str(error).partition(": ")
+        field, _, rest = what.removeprefix("`").partition("`: ")
+        raise InputError(f"{names[field]}: {rest}" if field in names else what) from None
+
+
 def requests(prompt: int, output: int, rate: float, max_ttft: float | None, max_tpot: float | None) -> Requests:
     """As typed. Raises InputError naming the option."""
     from meshwright.core.serving import Requests
@@ -61,7 +81,8 @@ def requests(prompt: int, output: int, rate: float, max_ttft: float | None, max_
             raise InputError(f"--{option} {value:g}: a finite number above 0 is needed to plan a server")
     asked = {"prompt_tokens": prompt, "output_tokens": output, "rate_per_s": rate, "max_ttft_s": max_ttft,
              "max_tpot_s": max_tpot}  # fmt: skip
-    return Requests.parse(asked, "requests")
+    with options_named(REQUESTS):
+        return Requests.parse(asked, "requests")
 
 
 def plan(spec: ModelSpec, cluster: ClusterSpec, asked: Requests, fix: Sequence[str], shown: Shown) -> None:

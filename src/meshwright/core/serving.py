@@ -130,8 +130,11 @@ class ServingPlan(Value):
 
 
 def is_serving(path: Path | str) -> bool:
-    """Whether a plan file is one for serving. Raises InputError where it cannot be read."""
-    return "requests" in parse_toml(read_text(path), str(path))
+    """Whether a plan file is one for serving. Raises InputError where it cannot be read, or is empty."""
+    data = parse_toml(read_text(path), str(path))
+    if not data:
+        raise InputError(f"{path}: an empty file, and no plan; write one with `meshwright plan ... -o plan.toml`")
+    return "requests" in data
 
 
 def check_length(model: ModelSpec, requests: Requests) -> None:

@@ -97,7 +97,13 @@ def open_model(path: Path) -> Served:
         return _open_run(RunFolder(path))
     if (path / "config.json").exists():
         return _open_hf(path)
-    raise InputError(f"{path}: not a run (no plan.toml in it), and not a Hugging Face folder (no config.json in it)")
+    if not path.is_dir():
+        found = "a file" if path.exists() else "there is no such folder"
+        raise InputError(f"{path}: {found}; name the folder of a Hugging Face model or of a training run")
+    raise InputError(
+        f"{path}: neither a Hugging Face folder (no config.json in it) nor a training run (no plan.toml in it); name "
+        "one that `meshwright train` or `meshwright export` wrote"
+    )
 
 
 def _open_run(run: RunFolder) -> Served:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from meshwright.core.errors import InputError
@@ -20,6 +21,8 @@ from meshwright.serve.sampler import Logprobs
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=BaseModel)
 CHAT, TEXT = "chat.completion", "text_completion"
+MAX_CONTAINERS = 10_000
+"""Lists and objects in one body."""
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -190,6 +193,7 @@ class DetokenizeBody(_Body):
 
 def parse(kind: type[Body], text: bytes) -> Body:
     """A request's body. Raises InputError, in one line, whatever is wrong with it."""
+    _check_nesting(text)
     try:
         data = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
@@ -202,6 +206,19 @@ def parse(kind: type[Body], text: bytes) -> Body:
         return kind.model_validate(data)
     except ValidationError as error:
         raise InputError(first_error(error, "request")) from None
+
+
+def _check_nesting(text: bytes) -> None:
+    """Raises InputError where there are more lists and objects than anybody means: each costs far more than its two
+    bytes, and all streams would wait while they are made."""
+    if text.count(b"[") + text.count(b"{") <= MAX_CONTAINERS:
+        return
+    plain = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+    letters = np.frombuffer(plain, np.uint8)
+    is_outside = np.bitwise_xor.accumulate(letters == ord('"')) == 0  # of texts
+    count = int((is_outside & ((letters == ord("[")) | (letters == ord("{")))).sum())
+    if count > MAX_CONTAINERS:
+        raise InputError(f"the body holds {count:,} lists and objects; {MAX_CONTAINERS:,} may be in it")
 
 
 def _no_constant(name: str) -> float:

@@ -20,12 +20,12 @@ class NativeNorm(nn.Module):
 
     def __init__(self, plain: RMSNorm, kernels: Kernels) -> None:
         super().__init__()
-        self._weight = plain.weight.detach()
-        self._eps = plain.eps
+        self.weight = plain.weight.detach()
+        self.eps = plain.eps
         self._norm = kernels.norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x, self._weight, self._eps)
+        return self._norm(x, self.weight, self.eps)
 
 
 class NativeMLP(nn.Module):

@@ -67,12 +67,12 @@ class TileProduct:
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._product = kernels.product
-        self._num_outputs = len(weight)
-        self._weight = in_tiles(weight)
-        self._bias = None if bias is None else F.pad(bias.float(), (0, -len(weight) % PANEL))
+        self.num_outputs, self.num_inputs = weight.shape
+        self.weight = in_tiles(weight)
+        self.bias = None if bias is None else F.pad(bias.float(), (0, -len(weight) % PANEL))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self._weight, self._bias, self._num_outputs)
+        return self._product(x, self.weight, self.bias, self.num_outputs)
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None) -> TileProduct | PackedProduct:
@@ -90,10 +90,10 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.axis = plain.region.axis if isinstance(plain, RowParallelLinear) and plain.region.axis.size > 1 else None
         self._bias = plain.bias
-        self._product = product_of(plain.weight.detach(), None if self.axis else plain.bias)
+        self.product = product_of(plain.weight.detach(), None if self.axis else plain.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._product(x)
+        y = self.product(x)
         if self.axis is None:
             return y
         y = reduce_from(y, self.axis)
@@ -109,10 +109,10 @@ class JoinedProjections(nn.Module):
         assert len(biases) in (0, len(layers))
         self._sizes = [layer.weight.shape[0] for layer in layers]
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        self._product = product_of(weight, torch.cat(biases) if biases else None)
+        self.product = product_of(weight, torch.cat(biases) if biases else None)
 
     def forward(self, x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
-        return self._product(x).split(self._sizes, -1)
+        return self.product(x).split(self._sizes, -1)
 
 
 def pack(model: nn.Module) -> int:

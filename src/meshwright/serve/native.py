@@ -1,9 +1,10 @@
 """Kernels for what a step does between its products, and for products in bf16 on processors with matrix tiles, compiled
 on this machine: the one place that chooses them.
 
-`kernels.cpp` and `products.cpp` are compiled once with the machine's own compiler, for its own processor, and kept in
-the user's cache. Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and everything runs
-as plain PyTorch. The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch has loaded.
+`kernels.cpp`, `products.cpp` and `steps.cpp` are compiled once with the machine's own compiler, for its own processor,
+and kept in the user's cache. Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and
+everything runs as plain PyTorch. The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch
+has loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_long, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_long, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +25,8 @@ import torch
 
 from meshwright.core.errors import InputError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "steps.cpp"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.hpp", "products.hpp"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 FLAGS_OF_X86 = ("-mprefer-vector-width=512",)
@@ -97,7 +99,10 @@ class Kernels:
         self._product.argtypes = [pointer, pointer, pointer, pointer, pointer, c_long, c_long, c_long, c_long]
         self._product.restype = None
         self.has_tiles = bool(library.product_usable())
-        """Whether :meth:`product` can be used."""
+        """Whether :meth:`product` and :meth:`run_stack` can be used."""
+        self._stack_room, self._stack_run = library.stack_room, library.stack_run
+        self._stack_room.argtypes, self._stack_room.restype = [pointer, POINTER(_Step)], c_long
+        self._stack_run.argtypes, self._stack_run.restype = [pointer, POINTER(_Step), pointer, pointer, pointer], None
 
     def attention(
         self,
@@ -160,6 +165,23 @@ class Kernels:
             None if tiles is None else tiles.data_ptr(), num_rows, size, num_outputs, torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def stack_room_bytes(self, stack: Structure, step: DecodeStep) -> int:
+        """Bytes of the room that :meth:`run_stack` needs for a step."""
+        return int(self._stack_room(addressof(stack), step.reference))
+
+    def run_stack(
+        self, stack: Structure, step: DecodeStep, x: torch.Tensor, logits: torch.Tensor, room: torch.Tensor
+    ) -> None:
+        """All layers, the last norm and the head, of a step whose rows all decode.
+
+        Args:
+            stack: of :mod:`meshwright.serve.stack`.
+            x: [T, h], bf16, overwritten.
+            logits: [T, V], bf16, written.
+            room: as many bytes as :meth:`stack_room_bytes` says.
+        """
+        self._stack_run(addressof(stack), step.reference, x.data_ptr(), logits.data_ptr(), room.data_ptr())
 
 
 def in_tiles(weight: torch.Tensor) -> torch.Tensor:
@@ -227,7 +249,7 @@ def _compiled(compiler: str) -> Path:
     flags = [*FLAGS, *(FLAGS_OF_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
     key = "\n".join(
         [
-            *(source.read_text() for source in SOURCES),
+            *(source.read_text() for source in (*HEADERS, *SOURCES)),
             compiler,
             *flags,
             platform.machine(),

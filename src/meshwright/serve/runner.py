@@ -28,6 +28,7 @@ from meshwright.serve.attention import PagedCore, Step, StepRope
 from meshwright.serve.batch import Batch
 from meshwright.serve.latent import PagedLatentAttention
 from meshwright.serve.servable import check_servable
+from meshwright.serve.stack import stack_of
 
 Weights = Callable[[tuple[Placement, ...]], Iterable[torch.Tensor]]
 """What a rank holds → the values of each box, in the same order. All ranks call it together."""
@@ -77,6 +78,7 @@ class Runner:
         self._install_kernels(model, block_size)
         linear.pack(model)
         self._model = model.eval()
+        self._stack = stack_of(model, self.cache) if mesh[PP].size == 1 else None
         self._vocab_part = largest_part(spec, "vocab", spec.vocab_size, mesh[TP].size)
         parts = (dim_range(spec, "vocab", spec.vocab_size, mesh[TP].size, at) for at in range(mesh[TP].size))
         self._vocab_sizes = [size for _, size in parts]
@@ -133,6 +135,9 @@ class Runner:
             rope.begin(positions, _round_up(longest, self.spec.max_positions), dtype)
         self._step.begin(batch, device)
         x = self._enter(batch, positions)
+        if self._stack is not None and not self._step.prompts and len(batch.wanted) == batch.num_tokens:
+            assert self._step.decode is not None
+            return self._stack(x[0], self._step.decode).float()
         for layer in self._model.layers.values():
             x = layer(x)
         if self._model.head is None:

@@ -1,0 +1,122 @@
+"""A whole step in one call, where all rows decode: a model's layers as `steps.cpp` reads them.
+
+Between two products of one request there is less to compute than Python takes to ask for it. The modules of
+`serve.layers` are what runs other steps, and what this gives row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, c_float, c_long, c_void_p, cast
+
+import torch
+from torch import nn
+
+from meshwright.models.decoder import DecoderLayer
+from meshwright.serve.layers import NativeAttention, NativeMLP, NativeNorm
+from meshwright.serve.linear import JoinedProjections, PackedLinear, TileProduct
+from meshwright.serve.native import DecodeStep, Kernels, kernels
+
+
+class _Product(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long)]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
+        *((name, _Product) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class _Stack(Structure):
+    _fields_ = [
+        ("layers", POINTER(_Layer)),
+        *((name, c_long) for name in ("num_layers", "hidden", "ffn")),
+        *((name, c_float) for name in ("eps", "head_eps")),
+        ("final_norm", c_void_p),
+        ("head", _Product),
+    ]
+
+
+class Stack:
+    """All layers, the last norm and the head of a model in bf16, whose modules are those of `serve.layers`.
+
+    Args:
+        model: with kernels and packed weights.
+        caches: of each layer.
+        kernels: with tiles.
+    """
+
+    def __init__(self, model: nn.Module, caches: list[torch.Tensor], kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._model, self._caches = model, caches  # what the pointers point into
+        layers = list(model.layers.values())
+        made = [_layer(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
+        self._layers = (_Layer * len(made))(*made)
+        first, head = layers[0], model.head.product
+        q_norm = first.attention.plain.q_norm
+        self._num_outputs = head.num_outputs
+        self.c = _Stack(
+            cast(self._layers, POINTER(_Layer)), len(made), head.num_inputs, first.mlp.plain.down.product.num_inputs,
+            model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps, model.final_norm.weight.data_ptr(),
+            _product(head),
+        )  # fmt: skip
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, x: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+        """Logits [T, V] of hidden states [T, h], which are overwritten."""
+        needed = self._kernels.stack_room_bytes(self.c, step)
+        if len(self._room) < needed:
+            self._room = torch.empty(needed, dtype=torch.uint8)
+        logits = x.new_empty(len(x), self._num_outputs)
+        self._kernels.run_stack(self.c, step, x, logits, self._room)
+        return logits
+
+
+def stack_of(model: nn.Module, caches: list[torch.Tensor]) -> Stack | None:
+    """The stack of a model of one stage; None where a module is one that it does not know."""
+    found = kernels()
+    if found is None or not found.has_tiles or not all(_is_known(layer) for layer in model.layers.values()):
+        return None
+    norms = {module.eps for layer in model.layers.values() for module in (layer.attention_norm, layer.mlp_norm)}
+    if type(model.final_norm) is not NativeNorm or norms != {model.final_norm.eps} or not _is_tiled(model.head):
+        return None
+    return Stack(model, caches, found)
+
+
+def _is_known(layer: nn.Module) -> bool:
+    kinds = (layer.attention_norm, NativeNorm), (layer.mlp_norm, NativeNorm), (layer.attention, NativeAttention)
+    if type(layer) is not DecoderLayer or not all(type(module) is kind for module, kind in kinds):
+        return False
+    if type(layer.mlp) is not NativeMLP:
+        return False
+    inner = layer.attention.plain, layer.mlp.plain
+    head_norms = (inner[0].q_norm, inner[0].k_norm)
+    if not all(norm is None or type(norm) is NativeNorm for norm in head_norms):
+        return False
+    return all(_is_tiled(module) for module in (inner[0].project, inner[0].o, inner[1].project, inner[1].down))
+
+
+def _is_tiled(module: nn.Module) -> bool:
+    if type(module) is PackedLinear and module.axis is not None:
+        return False
+    return type(module) in (PackedLinear, JoinedProjections) and type(module.product) is TileProduct
+
+
+def _layer(layer: nn.Module, cache: torch.Tensor) -> _Layer:
+    plain, mlp = layer.attention.plain, layer.mlp.plain
+    norms = (layer.attention_norm, plain.q_norm, plain.k_norm, layer.mlp_norm)
+    products = (plain.project, plain.o, mlp.project, mlp.down)
+    return _Layer(
+        *_pointers(norms), cache[0].data_ptr(), cache[1].data_ptr(), *(_product(module.product) for module in products)
+    )
+
+
+def _pointers(norms: tuple[NativeNorm | None, ...]) -> Iterator[int | None]:
+    return (None if norm is None else norm.weight.data_ptr() for norm in norms)
+
+
+def _product(product: TileProduct) -> _Product:
+    bias = None if product.bias is None else product.bias.data_ptr()
+    return _Product(product.weight.data_ptr(), bias, product.num_inputs, product.num_outputs)
