@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.router import RouterSpec
-from meshwright.models.experts import LossScales, grouped_product
+from meshwright.models.experts import LossScales
 from meshwright.models.gates import balance_loss, combine_weights, select, shares, z_loss
+from meshwright.models.grouped import grouped_mlp
 from tests.models.tiny import SPECS, random_model
 
 
@@ -239,16 +240,25 @@ def test_statistics_of_a_forward() -> None:
 # --- parts -------------------------------------------------------------------------------------------------
 
 
-def test_several_runs_of_an_expert() -> None:
-    weight = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-    counts, experts = [2, 0, 3, 4], [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    out = grouped_product(rows, weight, counts)
-    expected = torch.stack([weight[e] @ row for e, row in zip(experts, rows, strict=True)])
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_several_runs_of_an_expert(activation: str, is_gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.models.rows._BLOCK_BYTES", 2 * 3 * 8)  # two rows at a time
+    act, sizes = ACTIVATIONS[activation], ((3, 3, 5), (3, 3, 5), (3, 5, 3))
+    rows, *weights = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((9, 5), *sizes))
+    counts, experts = [2, 0, 0, 3, 4, 0], [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    gate, up, down = (weight[experts] for weight in weights)
+    outer = torch.einsum("nfh,nh->nf", up, rows)
+    inner = act(torch.einsum("nfh,nh->nf", gate, rows)) * outer if is_gated else act(outer)
+    expected, given = torch.einsum("nhf,nf->nh", down, inner), weights if is_gated else weights[1:]
+    out = grouped_mlp(rows, weights[0] if is_gated else None, *weights[1:], counts, activation)
     torch.testing.assert_close(out, expected)
     cotangent = torch.randn_like(out)
-    ours = torch.autograd.grad(out, (rows, weight), cotangent)
-    theirs = torch.autograd.grad(expected, (rows, weight), cotangent)
+    ours = torch.autograd.grad(out, (rows, *given), cotangent)
+    theirs = torch.autograd.grad(expected, (rows, *given), cotangent)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -158,9 +158,18 @@ def _weight_terms(z: _Sizes, name: str, width: int) -> list[ByteTerm]:
 def _inner_terms(spec: ModelSpec, z: _Sizes, ffn: int, is_gated: bool) -> list[ByteTerm]:
     """Between the first and the last product of an MLP."""
     if not is_gated:
-        return [z.kept("up", ffn), z.inner_operand("activated", ffn)]
-    terms = [z.kept("gate", ffn), z.kept("up", ffn), z.inner_operand("product", ffn)]
+        return _plain_terms(z, ffn)
+    terms = _gated_terms(z, ffn)
     return terms if spec.activation == "silu" else [*terms, z.kept("activated gate", ffn)]
+
+
+def _plain_terms(z: _Sizes, ffn: int) -> list[ByteTerm]:
+    return [z.kept("up", ffn), z.inner_operand("activated", ffn)]
+
+
+def _gated_terms(z: _Sizes, ffn: int) -> list[ByteTerm]:
+    """Of SwiGLU, and of experts with any activation."""
+    return [z.kept("gate", ffn), z.kept("up", ffn), z.inner_operand("product", ffn)]
 
 
 def choices_per_token(spec: ModelSpec) -> int:
@@ -187,7 +196,7 @@ def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int
     rank's tokens, the experts' of those of all tp ranks."""
     rows, gate = _rows(spec, strategy, z, b, s), spec.gate
     choices, own_choices = (tokens * choices_per_token(spec) for tokens in (z.tokens, z.between))
-    inside = _inner_terms(spec, rows, z.expert_ffn, spec.has_gated_experts)
+    inside = _gated_terms(rows, z.expert_ffn) if spec.has_gated_experts else _plain_terms(rows, z.expert_ffn)
     has_shares = strategy.hidden_parts[1] > 1 and gate.balances_sequences
     terms = [
         z.hidden_state("mlp input"),

@@ -96,7 +96,7 @@ class MLP(nn.Module):
 def _moe(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> MoE:
     shared = MLP(spec, spec.shared_ffn_size, device, dtype) if spec.shared_ffn_size else None
     gate = linear(spec.hidden_size, 1, False, device, dtype) if spec.shared_gate else None
-    return MoE(spec, shared, gate, _inner, device, dtype)
+    return MoE(spec, shared, gate, device, dtype)
 
 
 class DecoderLayer(nn.Module):

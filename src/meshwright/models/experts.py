@@ -4,12 +4,12 @@
         └─ permute ─▶ rows by expert [k·T,h] ─ grouped products ─▶ [k·T,h] ─ unpermute, weigh, sum over k ─▶ [b,s,h]
         └─ shared experts (all tokens) ────────────────────────────────────────────────── + ──────────────▲
 
-Nothing is padded and nothing dropped, unless the gate has a capacity. Rows are copied once on each way. What autograd
-keeps: the rows, what is inside the experts, their output, and a few numbers per token; the router's own mathematics is
-done again in backward, from the logits.
+Nothing is padded and nothing dropped, unless the gate has a capacity. Rows are copied once on each way (`rows`); the
+products are one function (`grouped`). What autograd keeps: the rows, what is inside the experts, their output, and a
+few numbers per token; the router's own mathematics is done again in backward, from the logits.
 
 Parallelism is applied from outside: `Experts.compute` is replaced where experts stand on other ranks, and
-`GroupedLinear.product` takes a place for its weight's gradient.
+`GroupedLinear.write` takes a weight's gradient to its place.
 
 Source: Shazeer et al. 2017; Gale et al. 2022 (MegaBlocks, dropless).
 """
@@ -37,9 +37,8 @@ from meshwright.models.gates import (
     shares,
     z_loss,
 )
-
-Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
-"""Takes (gradients [n, out], inputs [n, in], rows of each run) instead of a weight's gradient being returned."""
+from meshwright.models.grouped import Write, grouped_mlp
+from meshwright.models.rows import Order, permute, unpermute
 
 
 def rows_per_expert(loads: torch.Tensor, num_rows: int) -> list[int]:
@@ -50,119 +49,17 @@ def rows_per_expert(loads: torch.Tensor, num_rows: int) -> list[int]:
     return loads.tolist()
 
 
-def _runs(weight: torch.Tensor, counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(expert, start, stop) of each run that has rows."""
-    runs, start = [], 0
-    for index, count in enumerate(counts):
-        if count:
-            runs.append((index % len(weight), start, start + count))
-        start += count
-    return runs
-
-
-class _GroupedProduct(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], write: Write | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.counts, ctx.write = counts, write
-        out = rows.new_empty(len(rows), weight.shape[1])
-        for expert, start, stop in _runs(weight, counts):
-            torch.mm(rows[start:stop], weight[expert].t(), out=out[start:stop])
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        rows, weight = ctx.saved_tensors
-        grad, runs = grad.contiguous(), _runs(weight, ctx.counts)
-        grad_rows = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = torch.empty_like(rows)
-            for expert, start, stop in runs:
-                torch.mm(grad[start:stop], weight[expert], out=grad_rows[start:stop])
-        if ctx.needs_input_grad[1] and ctx.write is not None:
-            ctx.write(grad, rows, ctx.counts)
-        elif ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight)
-            for expert, start, stop in runs:
-                grad_weight[expert].addmm_(grad[start:stop].t(), rows[start:stop])
-        return grad_rows, grad_weight, None, None
-
-
-def grouped_product(
-    rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], write: Write | None = None
-) -> torch.Tensor:
-    """Each run of rows times the matrix of its expert: [n, in] → [n, out].
-
-    Args:
-        rows: [n, in], run by run.
-        weight: [E, out, in].
-        counts: rows of each run, which add up to n. Run i is of expert i mod E: there may be several runs of an expert.
-        write: where the weight's gradient goes; None: autograd gets it.
-    """
-    return _GroupedProduct.apply(rows, weight, counts, write)
-
-
 class GroupedLinear(nn.Module):
-    """One matrix of each expert. Parameter `weight` [E, out, in]; no bias."""
+    """One matrix of each expert. Parameter `weight` [E, out, in]; no bias.
+
+    Attributes:
+        write: takes (gradients, inputs, rows of each run) instead of the weight's gradient; `parallel.direct` sets it.
+    """
 
     def __init__(self, num_experts: int, into: int, out: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out, into, device=device, dtype=dtype))
-        self.product = grouped_product
-
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self.product(rows, self.weight, counts)
-
-
-class _Permute(Function):
-    """rows[i] = x[token of i]; backward sums a token's rows, in the order of its choices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int, is_whole: bool
-    ) -> torch.Tensor:
-        ctx.k, ctx.is_whole, ctx.num_tokens = k, is_whole, len(x)
-        ctx.save_for_backward(inverse if is_whole else order)
-        return x.index_select(0, order // k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (places,) = ctx.saved_tensors
-        if ctx.is_whole:
-            return grad.index_select(0, places).unflatten(0, (-1, ctx.k)).sum(1), None, None, None, None
-        total = grad.new_zeros(ctx.num_tokens, grad.shape[1]).index_add_(0, places // ctx.k, grad)
-        return total, None, None, None, None
-
-
-class _Unpermute(Function):
-    """out[t] = Σ over its choices of weight · row, in at least fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, is_whole: bool
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, order)
-        if is_whole:
-            own = rows.index_select(0, inverse).unflatten(0, weights.shape).to(weights.dtype)
-            return torch.bmm(weights.unsqueeze(1), own).squeeze(1).to(rows.dtype)
-        weighted = rows * weights.flatten()[order].unsqueeze(-1)
-        out = weighted.new_zeros(len(weights), rows.shape[1])
-        return out.index_add_(0, order // weights.shape[1], weighted).to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        rows, weights, order = ctx.saved_tensors
-        of_rows = grad.index_select(0, order // weights.shape[1])
-        dots = torch.linalg.vecdot(of_rows.to(weights.dtype), rows.to(weights.dtype))
-        grad_weights = torch.zeros_like(weights)
-        grad_weights.view(-1)[order] = dots
-        grad_rows = of_rows.mul_(weights.flatten()[order].unsqueeze(-1).to(rows.dtype))
-        return grad_rows, grad_weights, None, None, None
+        self.write: Write | None = None
 
 
 class Experts(nn.Module):
@@ -180,14 +77,15 @@ class Experts(nn.Module):
         self.gate = GroupedLinear(*sizes) if spec.has_gated_experts else None
         self.up = GroupedLinear(*sizes)
         self.down = GroupedLinear(spec.num_experts, spec.expert_size, spec.hidden_size, device, dtype)
-        self.activate: Callable[[str, torch.Tensor | None, torch.Tensor], torch.Tensor]
         self.compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._compute
         self.meanwhile: Callable[[], object] = _nothing
 
     def run(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Each run of rows through its expert: [n, h] → [n, h]. Runs as in :func:`grouped_product`."""
-        gate = None if self.gate is None else self.gate(rows, counts)
-        return self.down(self.activate(self.activation, gate, self.up(rows, counts)), counts)
+        """Each run of rows through its expert: [n, h] → [n, h]. Runs as in :func:`grouped_mlp`."""
+        gate, up, down = self.gate, self.up, self.down
+        own, of_gate = (None, None) if gate is None else (gate.weight, gate.write)
+        writes = (of_gate, up.write, down.write)
+        return grouped_mlp(rows, own, up.weight, down.weight, counts, self.activation, writes)
 
     def _compute(self, rows: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
         return self.run(rows, rows_per_expert(loads, len(rows)))
@@ -202,8 +100,8 @@ class Experts(nn.Module):
             order = order[: sum(rows_per_expert(loads, min(choice.most or 0, len(places))))].clone()
         inverse = torch.empty_like(places)
         inverse[order] = torch.arange(len(order), device=x.device)
-        rows = _Permute.apply(x, order, inverse, k, is_whole)
-        return _Unpermute.apply(self.compute(rows, loads), weights, order, inverse, is_whole)
+        of = Order(order, inverse, k, is_whole)
+        return unpermute(self.compute(permute(x, of), loads), weights, of)
 
 
 def _nothing() -> None:
@@ -419,7 +317,6 @@ class MoE(nn.Module):
         spec: the model.
         shared: an MLP of `spec.shared_ffn_size`, or None.
         shared_gate: a linear layer to one number, or None.
-        activate: (activation, gate or None, up) → what goes into down.
     """
 
     def __init__(
@@ -427,14 +324,12 @@ class MoE(nn.Module):
         spec: ModelSpec,
         shared: nn.Module | None,
         shared_gate: nn.Module | None,
-        activate: Callable[[str, torch.Tensor | None, torch.Tensor], torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.router = Router(spec, device, dtype)
         self.experts = Experts(spec, device, dtype)
-        self.experts.activate = activate
         self.shared = shared
         self.shared_gate = shared_gate
 

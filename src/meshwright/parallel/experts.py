@@ -46,11 +46,10 @@ from meshwright.core.layouts import SequenceKind
 from meshwright.core.model import ModelSpec
 
 Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
-Product = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Write | None], torch.Tensor]
 
 
 class ExpertLinear(nn.Module):
-    """One matrix of each expert. (rows [n, in], rows of each run) → [n, out].
+    """One matrix of each expert, of which this rank has a part.
 
     Attributes:
         write: takes (gradients, inputs, rows of each run) instead of the weight's gradient; `parallel.direct` sets it.
@@ -59,11 +58,7 @@ class ExpertLinear(nn.Module):
     def __init__(self, plain: nn.Module) -> None:
         super().__init__()
         self.weight = plain.weight
-        self._product: Product = plain.product
         self.write: Write | None = None
-
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self._product(rows, self.weight, counts, self.write)
 
 
 class Exchange:

@@ -1,0 +1,189 @@
+"""The MLPs of experts over rows that lie expert by expert, as one differentiable function.
+
+    rows [n,h] ─ gate, up ─▶ [n,f] each ─ act(gate) · up ─▶ inner [n,f] ─ down ─▶ [n,h]
+
+Nothing is padded. Autograd keeps the rows, gate, up and inner. On a CPU each run of rows goes all the way before the
+next one, so that what is between the products is done in the cache; elsewhere all runs go together from one step to the
+next. Backward writes the gradients of gate and up where these were, so that it runs once.
+
+Source: Gale et al. 2022 (MegaBlocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.rows import blocks, in_cache
+
+Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
+"""Takes (gradients [n, out], inputs [n, in], rows of each run) instead of a weight's gradient being returned."""
+Writes = tuple[Write | None, Write | None, Write | None]
+"""Of gate, up and down; None: autograd gets the gradient."""
+Run = tuple[int, slice]
+"""An expert, and rows of its."""
+
+
+def grouped_mlp(
+    rows: torch.Tensor,
+    gate: torch.Tensor | None,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    counts: Sequence[int],
+    activation: str,
+    writes: Writes = (None, None, None),
+) -> torch.Tensor:
+    """Each run of rows through the MLP of its expert: [n, h] → [n, h].
+
+    Args:
+        rows: [n, h], run by run.
+        gate: [E, f, h]; None: act(up) is what down takes.
+        up: [E, f, h].
+        down: [E, h, f].
+        counts: rows of each run, which add up to n. Run i is of expert i mod E: there may be several runs of an expert.
+        activation: `silu`, `gelu` or `gelu_tanh`.
+        writes: where the weights' gradients go.
+    """
+    return _GroupedMLP.apply(rows, gate, up, down, tuple(counts), activation, writes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Runs that go together, and all of their rows."""
+
+    runs: tuple[Run, ...]
+    rows: slice
+
+
+def _runs(num_experts: int, counts: Sequence[int]) -> tuple[Run, ...]:
+    """Those that have rows."""
+    runs, start = list[Run](), 0
+    for index, count in enumerate(counts):
+        if count:
+            runs.append((index % num_experts, slice(start, start + count)))
+        start += count
+    return tuple(runs)
+
+
+def _parts(num_experts: int, counts: Sequence[int], rows: torch.Tensor) -> Iterator[_Part]:
+    runs = _runs(num_experts, counts)
+    if not in_cache(rows):
+        yield _Part(runs, slice(0, len(rows)))
+        return
+    for expert, run in runs:
+        yield _Part(((expert, run),), run)
+
+
+def _multiply(runs: Sequence[Run], x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
+    """out[run − start] ← x[run] · weight[expert]ᵀ."""
+    for expert, run in runs:
+        torch.mm(x[run], weight[expert].t(), out=out[run.start - start : run.stop - start])
+
+
+def _act(kind: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    if kind == "silu":
+        torch.ops.aten.silu.out(x, out=out)
+    else:
+        torch.ops.aten.gelu.out(x, approximate="tanh" if kind == "gelu_tanh" else "none", out=out)
+
+
+def _act_backward(kind: str, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """x ← its gradient, from that of act(x)."""
+    if kind == "silu":
+        torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=x)
+    else:
+        approximate = "tanh" if kind == "gelu_tanh" else "none"
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=x)
+
+
+def _activate(kind: str, gate: torch.Tensor | None, up: torch.Tensor, inner: torch.Tensor) -> None:
+    """inner [m, f] ← act(gate) · up, or act(up)."""
+    for block in blocks(len(up), up):
+        _act(kind, up[block] if gate is None else gate[block], inner[block])
+        if gate is not None:
+            inner[block].mul_(up[block])
+
+
+def _activate_backward(kind: str, grad: torch.Tensor, gate: torch.Tensor | None, up: torch.Tensor) -> None:
+    """gate and up [m, f] ← their gradients, from that of inner, which is used up."""
+    for block in blocks(len(up), up):
+        of_inner, own = grad[block], up[block]
+        if gate is None:
+            _act_backward(kind, of_inner, own)
+            continue
+        activated = torch.empty_like(own)
+        _act(kind, gate[block], activated)
+        own.mul_(of_inner)
+        _act_backward(kind, own, gate[block])
+        torch.mul(activated, of_inner, out=own)
+
+
+def _gradient(
+    write: Write | None, grads: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor | None:
+    """A weight's gradient [E, out, in] from those of its outputs [n, out]; None: it was written."""
+    if write is not None:
+        write(grads, inputs, counts)
+        return None
+    out, written = torch.empty_like(weight), set[int]()
+    for expert, run in _runs(len(weight), counts):
+        out[expert].addmm_(grads[run].t(), inputs[run], beta=1 if expert in written else 0)
+        written.add(expert)
+    for expert in set(range(len(weight))) - written:
+        out[expert].zero_()
+    return out
+
+
+class _GroupedMLP(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        gate: torch.Tensor | None,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        counts: tuple[int, ...],
+        activation: str,
+        writes: Writes,
+    ) -> torch.Tensor:
+        ctx.counts, ctx.activation, ctx.writes = counts, activation, writes
+        outs = rows.new_empty(len(rows), up.shape[1])
+        gates = None if gate is None else torch.empty_like(outs)
+        inner, out = torch.empty_like(outs), rows.new_empty(len(rows), down.shape[1])
+        for part in _parts(len(up), counts, rows):
+            own = part.rows
+            if gate is not None and gates is not None:
+                _multiply(part.runs, rows, gate, gates)
+            _multiply(part.runs, rows, up, outs)
+            _activate(activation, None if gates is None else gates[own], outs[own], inner[own])
+            _multiply(part.runs, inner, down, out)
+        ctx.save_for_backward(rows, gate, up, down, gates, outs, inner)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, gate, up, down, gates, outs, inner = ctx.saved_tensors
+        grad, (of_rows, of_gate, of_up, of_down) = grad.contiguous(), ctx.needs_input_grad[:4]
+        grad_rows = torch.empty_like(rows) if of_rows else None
+        for part in _parts(len(up), ctx.counts, rows):
+            own = part.rows
+            of_inner = outs.new_empty(own.stop - own.start, outs.shape[1])
+            _multiply(part.runs, grad, down.transpose(1, 2), of_inner, own.start)
+            _activate_backward(ctx.activation, of_inner, None if gates is None else gates[own], outs[own])
+            if grad_rows is not None:
+                _multiply(part.runs, outs, up.transpose(1, 2), grad_rows)
+            if grad_rows is not None and gate is not None:
+                for expert, run in part.runs:
+                    grad_rows[run].addmm_(gates[run], gate[expert])
+        needed = zip(
+            (of_gate, of_up, of_down), ctx.writes, (gates, outs, grad), (rows, rows, inner), (gate, up, down),
+            strict=True,
+        )  # fmt: skip
+        weights = [_gradient(*of, ctx.counts) if is_needed else None for is_needed, *of in needed]
+        return grad_rows, *weights, None, None, None
