@@ -31,6 +31,8 @@ CASES = {
     "shared cores": ({"num_layers": 6}, "local:4", {}),
     "profile": ({"num_layers": 8, "hidden_size": 512, "ffn_size": 2048}, "2x4xh100", {}),
     "offload": ({"num_layers": 4}, (1, 2), {"fix": ["offload=optimizer:cpu"]}),
+    "activations offloaded": ({"num_layers": 4}, (1, 4), {"fix": ["offload=activations:cpu", "zero=1"]}),
+    "shared experts": ({**MIXTURE, "num_layers": 6, "dense_layers": (0,)}, (2, 2), {"fix": ["zero=3"]}),
 }  # fmt: skip
 JOB = Job(seq_length=64, global_batch_size=8)
 

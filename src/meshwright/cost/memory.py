@@ -176,27 +176,40 @@ def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
+OfKinds = tuple[int, int]
+"""Bytes of a layer with an MLP, and of one with experts; the same twice where a model has one kind."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeastKept:
-    """Bytes that one micro-batch keeps at least."""
+    """Bytes that one micro-batch keeps on a device, at least."""
 
-    layer: int
-    """Of each layer that is run again, from forward to backward; or of each, where nothing is."""
-    whole: int
-    """Of each other layer."""
-    postponed: int
-    """Of each layer, from I to W."""
-    ends: int
-    """Of embedding, head and loss, where they are on one rank."""
+    again: OfKinds
+    """By each layer that is run again, from forward to backward; or by each, where nothing is."""
+    whole: OfKinds
+    """By each other layer."""
+    postponed: OfKinds
+    """By each layer, from I to W."""
+    front: int
+    """By the embedding."""
+    back: int
+    """By head and loss."""
 
 
 def least_kept_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> LeastKept:
-    """By the layer that keeps least, on a rank of each stage."""
-    part = _part(model, job, strategy)
-    layers = [part.unit((is_sparse,), strategy.recompute) for is_sparse in (False, True)]
-    kept = min(unit.kept for unit in layers) // strategy.recompute_group
-    whole = min(part.dense.kept, part.sparse.kept)
-    return LeastKept(kept, whole, min(unit.postponed for unit in layers), part.front + part.back)
+    """By the layers of each kind, and by the ends; by the ends alone where layers keep it on the host."""
+    part, none = _part(model, job, strategy), (0, 0)
+    if strategy.offload.moves_activations:
+        return LeastKept(none, none, none, part.front, part.back)
+    dense, sparse = (part.unit((is_sparse,), strategy.recompute) for is_sparse in (False, True))
+    group = strategy.recompute_group
+    return LeastKept(
+        again=(dense.kept // group, sparse.kept // group),
+        whole=(part.dense.kept, part.sparse.kept),
+        postponed=(dense.postponed, sparse.postponed),
+        front=part.front,
+        back=part.back,
+    )
 
 
 def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) -> tuple[tuple[_Unit, int], ...]:

@@ -2,8 +2,8 @@
 
     seconds   what all ranks compute together, evenly divided; what a pipeline's last rank waits for before and after;
               what the mean rank reduces beyond what backward may hide, gathers and updates
-    bytes     states of the first rank, and as many micro-batches as the schedule makes it hold, of its fewest layers;
-              states of the mean rank
+    bytes     states and one micro-batch of the mean rank; of a whole strategy those of each rank, and as many
+              micro-batches as the schedule makes it hold
 
 Both are read off the real prices of one layer and of one bucket that holds all of a rank, so that no formula is
 written twice. Collectives cost no less in several calls than in one: their seconds are concave in their bytes.
@@ -11,11 +11,11 @@ written twice. Collectives cost no less in several calls than in one: their seco
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.flat import Bucket, Slot
+from meshwright.core.flat import BACK, FRONT, HEAD_WEIGHT, Bucket, Slot, part_of
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement, placements
@@ -25,6 +25,7 @@ from meshwright.cost.latency import optimizer_s, seconds_by_phase
 from meshwright.cost.memory import LeastKept, constant_memory, least_kept_bytes
 from meshwright.cost.terms import TimeTerm, total_s
 from meshwright.cost.traffic import step_traffic
+from meshwright.planner.cuts import Cut, Layers, Pair, Rank, dot, least
 from meshwright.planner.enumerate import MAX_CHUNKS
 from meshwright.planner.parts import Key, Parts, first_of
 
@@ -36,8 +37,14 @@ ALONE = {
 """What one micro-batch on one stage does not depend on."""
 LESS = 1 - 1e-9
 """A bound stays one where sums round otherwise."""
-FEWEST_LAYERS = 4
-"""Of a model that has a layer of each kind between its ends."""
+MORE = 1 + 1e-9
+"""Likewise, of what is at most so much."""
+NUM_OF_KINDS = 4
+"""Layers of a model that has one of each kind between its ends."""
+
+
+OfKinds = tuple[float, float]
+"""Seconds of a layer with an MLP, and of one with experts; the same twice where a model has one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +53,13 @@ class Work:
 
     forward_s: float
     backward_s: float
-    layer_forward_s: float
+    plain_s: float
+    """Backward without what is run again."""
+    layer_forward_s: OfKinds
     """Of one layer, at least."""
-    layer_backward_s: float
+    layer_backward_s: OfKinds
     """Likewise, without what is run again."""
-    again_s: float
+    again_s: OfKinds
     """Of one layer that is run again, at least."""
     head_s: float
     """Forward and backward."""
@@ -60,16 +69,29 @@ class Work:
     """What it adds to a backward of all layers."""
     kept: LeastKept
 
+    @property
+    def layer_s(self) -> OfKinds:
+        """Of one layer, forward and backward, without what is run again."""
+        (dense, sparse), (dense_back, sparse_back) = self.layer_forward_s, self.layer_backward_s
+        return dense + dense_back, sparse + sparse_back
+
 
 @dataclass(frozen=True, slots=True)
 class _Size:
     """Elements of parameters that a rank of one stage holds: (whole, of its own experts)."""
 
-    layer: tuple[int, int]
-    """Of the smallest layer."""
-    front: int
+    layers: tuple[Pair, Pair]
+    """Of the smallest layer of each kind."""
+    front: Pair
     """Of the embeddings."""
-    all: tuple[int, int]
+    back: Pair
+    """Of final norm and head."""
+    all: Pair
+
+    def of(self, counts: Pair) -> Pair:
+        """Of so many layers of each kind."""
+        (dense, own_dense), (sparse, own_sparse) = self.layers
+        return counts[0] * dense + counts[1] * sparse, counts[0] * own_dense + counts[1] * own_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +103,10 @@ class Split:
     first_s: float
     """Of the first rank's reduction of gradients."""
     update_s: float
-    states_bytes: int
-    """Of the first rank."""
     mean_bytes: int
-    """Likewise, of the mean one: the fullest holds no less."""
+    """States of the mean rank: the fullest holds no less."""
+    states: dict[Key, int] = field(default_factory=dict)
+    """Of ranks by what they hold, as far as they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +117,6 @@ class Bound:
     num_bytes: int
     split: Split
     work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Layers of a pipeline rank, and of the stages before its first one; of both those that are run again."""
-
-    before: int
-    before_again: int
-    own: int
-    own_again: int
-    has_head: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a pipeline cuts the model."""
-
-    ways: tuple[_Way, ...]
-    """Of ranks with equally many layers that which is furthest from the first stage."""
-    first: int
-    """Layers of the first stage."""
-    fewest: int
-    """Layers of the shortest stage of the first rank."""
-    fewest_of_all: int
 
 
 class Bounds:
@@ -133,7 +131,9 @@ class Bounds:
         self._sizes: dict[Key, _Size] = {}
         self._splits: dict[Key, Split] = {}
         self._works: dict[Key, Work] = {}
-        self._cuts: dict[Key, _Cut] = {}
+        self._cuts: dict[Key, Cut] = {}
+        self._layers = Layers(model)
+        self._of_kinds: Parts | None = None
         profile = cluster.device.profile
         self._slowdown = profile.overlap_slowdown if profile else 1.0
 
@@ -148,9 +148,9 @@ class Bounds:
     def _bound(self, s: Strategy, split: Split, work: Work, *, is_ordered: bool) -> Bound:
         pipeline_s = self._alone_s(s, split, work) if s.pp == 1 else self._pipeline_s(s, split, work, is_ordered)
         after_s = sum(split.phases.get(phase, 0.0) for phase in ("count", "norm", "parameters"))
-        mean_kept_bytes = self._mean_kept_bytes(s, work) if is_ordered and split.mean_bytes else 0
-        first_bytes = split.states_bytes + self._kept_bytes(s, work, is_ordered)
-        num_bytes = max(first_bytes, split.mean_bytes + mean_kept_bytes)
+        num_bytes = split.mean_bytes + self._mean_kept_bytes(s, work)
+        if is_ordered:
+            num_bytes = max(num_bytes, *(self._rank_bytes(s, split, work, rank) for rank in self._cut(s).ranks))
         return Bound(pipeline_s + after_s + split.update_s, num_bytes, split, work)
 
     def _alone_s(self, s: Strategy, split: Split, work: Work) -> float:
@@ -174,47 +174,32 @@ class Bounds:
 
     def _pipeline_s(self, s: Strategy, split: Split, work: Work, is_ordered: bool) -> float:
         """The mean rank's work; or the first rank's with what it reduces; or the way there and back, and the last's."""
-        m, each_s = s.num_micro_batches, work.layer_forward_s + work.layer_backward_s
-        compute_s = m * (work.forward_s + work.backward_s) / s.pp
+        m, each_s = s.num_micro_batches, work.layer_s
         if not is_ordered:
+            compute_s = m * (work.forward_s + work.backward_s) / s.pp
             window_s = 2 * self.model.num_layers / s.pp * work.gradients_s + work.host_s
-            alone_s = m * self._least_layers(s) * each_s + self._exposed_s(split.first_s, window_s)
-            return max(compute_s + self._least_before(s) * work.layer_forward_s, alone_s)
+            alone_s = m * self._least_layers(s) * min(each_s) + self._exposed_s(split.first_s, window_s)
+            return max(compute_s + self._least_before(s) * min(work.layer_forward_s), alone_s)
+        cut, tails = self._cut(s), not s.splits_backward
+        backward_s = work.backward_s if s.recompute_layers is None else work.plain_s + dot(cut.again, work.again_s)
+        compute_s = m * (work.forward_s + backward_s) / s.pp
         if s.pipeline_schedule.num_directions > 1 or s.pipeline_schedule.is_asynchronous:
             return compute_s
-        cut, tails = self._cut(s), not s.splits_backward
         ends_s = first_end_s = 0.0
         for way in cut.ways:
-            own_s = way.own * each_s + way.own_again * work.again_s + way.has_head * work.head_s
-            end_s = way.before * work.layer_forward_s + m * own_s
-            tail_s = way.before * work.layer_backward_s + way.before_again * work.again_s
+            own_s = dot(way.own, each_s) + dot(way.own_again, work.again_s) + way.has_head * work.head_s
+            end_s = dot(way.before, work.layer_forward_s) + m * own_s
+            tail_s = dot(way.before, work.layer_backward_s) + dot(way.before_again, work.again_s)
             ends_s = max(ends_s, end_s)
-            first_end_s = max(first_end_s, end_s + tail_s if tails else end_s * (way.before == 0))
+            first_end_s = max(first_end_s, end_s + tail_s if tails else end_s * way.is_first)
         exposed_s = self._exposed_s(split.first_s, (cut.first + 1) * work.gradients_s + work.host_s)
         return max(compute_s, ends_s, first_end_s + exposed_s)
 
-    def _cut(self, s: Strategy) -> _Cut:
+    def _cut(self, s: Strategy) -> Cut:
         key = s.stage_ranks, s.num_parts, s.layers_per_stage, s.recompute == "none", s.recompute_layers
         if key not in self._cuts:
-            self._cuts[key] = self._find_cut(s)
+            self._cuts[key] = self._layers.cut(s)
         return self._cuts[key]
-
-    def _find_cut(self, s: Strategy) -> _Cut:
-        counts = [len(layers) for layers in s.stage_layers(self.model.num_layers)]
-        again = [s.num_recomputed(count) for count in counts]
-        ways = [
-            _Way(
-                before=sum(counts[: stages[0]]),
-                before_again=sum(again[: stages[0]]),
-                own=sum(counts[stage] for stage in stages),
-                own_again=sum(again[stage] for stage in stages),
-                has_head=rank == s.end_ranks[1],
-            )
-            for rank, stages in enumerate(s.stages_by_rank)
-        ]
-        longest = {(way.before == 0, way.own, way.own_again, way.has_head): way for way in ways}  # the last of each
-        fewest = min(counts[stage] for stage in s.rank_stages(0))
-        return _Cut(tuple(longest.values()), counts[0], fewest, min(counts))
 
     def _least_before(self, s: Strategy) -> float:
         """Layers that a micro-batch passes before it comes to a rank, on the mean."""
@@ -232,32 +217,41 @@ class Bounds:
         chunks = range(1, MAX_CHUNKS + 1)
         return min(v * (self.model.num_layers // (s.pp * v)) for v in chunks if s.pp * v <= self.model.num_layers)
 
-    def _kept_bytes(self, s: Strategy, work: Work, is_ordered: bool) -> int:
-        kept = work.kept
-        if s.pp == 1:
-            return self._of_layers(s, self.model.num_layers, kept.layer, kept.whole) + kept.ends
-        if not is_ordered:
-            return self._of_layers(s, self._least_layers(s), kept.layer, kept.whole)
-        num_live = s.pipeline_schedule.num_live
-        if num_live is None:
-            return 0
-        whole, again = kept.whole, kept.layer
-        if not is_declared(s):
-            whole, again = min(whole, kept.postponed), min(again, kept.postponed)
-        return num_live(s.pipeline, 0) * self._of_layers(s, self._cut(s).fewest, again, whole)
-
     def _mean_kept_bytes(self, s: Strategy, work: Work) -> int:
-        """Of the mean rank, where every rank has one stage and the schedule says how many micro-batches it holds."""
-        num_live = s.pipeline_schedule.num_live
-        if num_live is None or not is_declared(s):
+        """Of the mean rank: one micro-batch of each of its stages, which are all behind when the last one's backward
+        begins."""
+        if s.pipeline_schedule.is_asynchronous:
             return 0
-        held = sum(num_live(s.pipeline, rank) for rank in range(s.pp))
-        return held * self._of_layers(s, self._cut(s).fewest_of_all, work.kept.layer, work.kept.whole) // s.pp
+        kept, num = work.kept, self.model.num_layers
+        run_again = s.num_recomputed(num)
+        if s.pp == 1:
+            again = self._layers.pair(0, run_again)
+            rest = self._layers.pair(run_again, num)
+            return int(dot(again, kept.again) + dot(rest, kept.whole)) + kept.front + kept.back
+        if s.recompute_layers is not None:  # of each stage, of which there may be several on a rank
+            run_again = min(num, s.recompute_layers * s.pp * max(MAX_CHUNKS, s.stages_per_rank))
+            return (run_again * min(kept.again) + (num - run_again) * min(kept.whole)) // s.pp
+        return int(dot(self._layers.all, kept.again if run_again else kept.whole)) // s.pp
 
-    def _of_layers(self, s: Strategy, num_layers: int, again: int, whole: int) -> int:
-        """Bytes of layers of which some are run again."""
-        run_again = s.num_recomputed(num_layers)
-        return run_again * again + (num_layers - run_again) * whole
+    def _rank_bytes(self, s: Strategy, split: Split, work: Work, rank: Rank) -> int:
+        """States of such ranks, and what the fuller of the first and last of them keeps."""
+        key = rank.own, rank.has_front, rank.has_back, s.pipeline_schedule.is_asynchronous and (s.schedule, rank.last)
+        if key not in split.states:
+            size = self._size(s)
+            ends = (end for end, has in ((size.front, rank.has_front), (size.back, rank.has_back)) if has)
+            held = size.of(rank.own)
+            for end in ends:
+                held = held[0] + end[0], held[1] + end[1]
+            split.states[key] = self._states(s, _buckets(*held, 1), rank.last)
+        num_live, kept = s.pipeline_schedule.num_live, work.kept
+        if num_live is None:
+            return split.states[key]
+        live = max(num_live(s.pipeline, rank.first), num_live(s.pipeline, rank.last))
+        if is_declared(s):
+            ends_bytes = kept.front * rank.has_front + kept.back * rank.has_back
+            return split.states[key] + live * (least(rank.stages, kept.again, kept.whole) + ends_bytes)
+        again, whole = (_less_of(each, kept.postponed) for each in (kept.again, kept.whole))
+        return split.states[key] + live * least(rank.stages, again, whole)
 
     def _work(self, s: Strategy) -> Work:
         kind = s.tp, s.ep, s.tensor, s.sequence, s.context, s.precision, s.micro_batch_size
@@ -275,41 +269,47 @@ class Bounds:
         if s.recompute_layers is not None:
             longest = max(map(len, s.stage_layers(self.model.num_layers)))
             whole = self._work(s.model_copy(update={"recompute_layers": None}))
-            share = 0.0 if self.model.dense_layers else min(1.0, s.recompute_layers / longest)
-            more_s = share * (whole.backward_s - plain.backward_s)
+            more_s = min(1.0, s.recompute_layers / longest) * (whole.backward_s - plain.backward_s)
+            if self.model.dense_layers:  # of a pipeline, its cut says it
+                more_s = dot(self._layers.priced_again(0, self.model.num_layers, s), whole.again_s) * (s.pp == 1)
             return replace(whole, backward_s=plain.backward_s + more_s)
         _, compute = self._parts.stage(alone, 0)
         passes = [_pass_s(terms, self.model.num_layers) for terms in (compute.forward, compute.backward)]
+        layers_s = [(each.layer_s, each.layer_s) for each in passes]
         if self.model.dense_layers:
-            cheapest = self._cheapest(alone)
-            passes = [replace(each, layer_s=layer_s) for each, layer_s in zip(passes, cheapest, strict=True)]
+            layers_s = list(self._by_kind(alone))
         backward_s, is_again = total_s(compute.backward), s.recompute != "none"
         host_s = sum(term.seconds for term in compute.backward if term.name == "launches")
         mean_s = (backward_s - passes[1].head_s - host_s) / self.model.num_layers
+        plain_layer_s = plain.layer_backward_s if is_again else layers_s[1]
+        again_s = [max(0.0, both - once) for both, once in zip(layers_s[1], plain_layer_s, strict=True)]
         return Work(
             forward_s=total_s(compute.forward),
             backward_s=backward_s,
-            layer_forward_s=passes[0].layer_s,
-            layer_backward_s=plain.layer_backward_s if is_again else passes[1].layer_s,
-            again_s=max(0.0, passes[1].layer_s - plain.layer_backward_s) if is_again else 0.0,
+            plain_s=plain.backward_s if is_again else backward_s,
+            layer_forward_s=layers_s[0],
+            layer_backward_s=plain_layer_s,
+            again_s=(again_s[0], again_s[1]),
             head_s=passes[0].head_s + passes[1].head_s,
-            gradients_s=backward_s if self.model.dense_layers else mean_s,
+            gradients_s=max(layers_s[1]) * MORE if self.model.dense_layers else mean_s,
             host_s=host_s,
             kept=least_kept_bytes(self.model, self.job, s),
         )
 
-    def _cheapest(self, s: Strategy) -> tuple[float, float]:
-        """Forward and backward of a layer with experts or of one without, whichever is less, without the host's part.
+    def _by_kind(self, s: Strategy) -> tuple[OfKinds, OfKinds]:
+        """Forward, and backward, of a layer without experts and of one with them, without the host's part.
 
-        Of a model of the same layers, one to a stage, whose second is without and whose third is with them.
+        Of a small model, one layer to a stage, whose second is without and whose third is with them.
         """
-        if self.model.num_layers < FEWEST_LAYERS:
-            return 0.0, 0.0
-        model = self.model.model_copy(update={"dense_layers": (1,)})
-        parts, one_each = self._parts.of(model), s.model_copy(update={"pp": model.num_layers})
-        kinds = [parts.stage(one_each, stage)[1] for stage in (1, 2)]
-        forward_s, backward_s = zip(*((_device_s(k.forward), _device_s(k.backward)) for k in kinds), strict=True)
-        return min(forward_s), min(backward_s)
+        if self._of_kinds is None:
+            small = {"num_layers": NUM_OF_KINDS, "dense_layers": (1,)}
+            self._of_kinds = self._parts.of(self.model.model_copy(update=small))
+        one_each = s.model_copy(update={"pp": NUM_OF_KINDS})
+        dense, sparse = (self._of_kinds.stage(one_each, stage)[1] for stage in (1, 2))
+        return (
+            (_device_s(dense.forward), _device_s(sparse.forward)),
+            (_device_s(dense.backward), _device_s(sparse.backward)),
+        )
 
     def _split(self, s: Strategy) -> Split:
         zero = s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, s.reduces_each, s.bucket_bytes, s.offload
@@ -322,19 +322,32 @@ class Bounds:
     def _find_split(self, s: Strategy) -> Split:
         size, fewest = self._size(s), self._least_layers(s)
         mean = size.all[0] // s.pp, size.all[1] // s.pp
-        first = fewest * size.layer[0] + size.front, fewest * size.layer[1]
+        least_of = [min(sizes[at] for sizes in size.layers) for at in (0, 1)]
+        first = fewest * least_of[0] + size.front[0], fewest * least_of[1]
         blocks = self.model.num_layers if s.pp == 1 and s.zero >= 2 else 1
-        phases = self._phases(s, _buckets(*(size.all if s.pp == 1 else mean), blocks))
+        phases = self._phases(s, _buckets(*mean, blocks))
         first_s = self._phases(s, _buckets(*first, 1)).get("gradients", 0.0) if s.pp > 1 else 0.0
         update_s = s.num_updates * optimizer_s(sum(mean), self.job, s, self.cluster) * (not s.offload.delayed)
-        held = _buckets(*(size.all if s.pp == 1 else first), 1)
-        has_mean = s.pp > 1 and not s.pipeline_schedule.is_asynchronous  # whose ranks keep unequally many versions
-        return Split(
-            phases, first_s, update_s, self._states(s, held), self._states(s, _buckets(*mean, 1)) if has_mean else 0
+        has_mean = not s.pipeline_schedule.is_asynchronous  # whose ranks keep unequally many versions
+        held = self._by_block(size) if s.pp == 1 and s.zero >= 2 and s.tile == 1 else _buckets(*mean, 1)
+        return Split(phases, first_s, update_s, self._states(s, held, 0) if has_mean or s.pp == 1 else 0)
+
+    def _by_block(self, size: _Size) -> tuple[Bucket, ...]:
+        """Of a rank that holds all layers."""
+        layers = [(f"layers.{layer}", size.layers[self.model.is_sparse(layer)]) for layer in range(self._layers.num)]
+        blocks = [(FRONT, size.front), *layers, (BACK, size.back)]
+        head = "" if self.model.tied_embeddings else HEAD_WEIGHT
+        return tuple(
+            bucket
+            for block, held in reversed(blocks)
+            for bucket in _buckets(*held, 1, block, head if block == BACK else "")
         )
 
-    def _states(self, s: Strategy, buckets: tuple[Bucket, ...]) -> int:
-        return constant_memory(self.model, self.job, s, first_of(0), buckets).states_bytes
+    def _states(self, s: Strategy, buckets: tuple[Bucket, ...], rank: int) -> int:
+        """And the working buffers of blocks that are gathered and reduced, where the buckets are blocks."""
+        held = constant_memory(self.model, self.job, s, first_of(rank), buckets)
+        is_exact = s.pp == 1 and s.tile == 1 and not s.offload.is_used
+        return held.states_bytes + (held.buffers_bytes + held.working_bytes if is_exact else 0)
 
     def _phases(self, s: Strategy, buckets: tuple[Bucket, ...]) -> dict[str, float]:
         sent = step_traffic(self.model, s, first_of(0), buckets)
@@ -343,17 +356,19 @@ class Bounds:
     def _size(self, s: Strategy) -> _Size:
         key = s.tp, s.ep, s.tensor, s.sequence, s.context
         if key not in self._sizes:
-            held = placements(self.model, s.model_copy(update={**ALONE, "dp": s.ep}), first_of(0))
-            by_layer: dict[int, list[int]] = {}
-            total, front = [0, 0], 0
-            for placement in held:
-                total[placement.is_spread] += placement.box.numel
-                if placement.part == "embedding":
-                    front += placement.box.numel
-                if placement.layer is not None:
-                    by_layer.setdefault(placement.layer, [0, 0])[placement.is_spread] += placement.box.numel
-            least = tuple(min(sizes[at] for sizes in by_layer.values()) for at in (0, 1))
-            self._sizes[key] = _Size((least[0], least[1]), front, (total[0], total[1]))
+            placed = placements(self.model, s.model_copy(update={**ALONE, "dp": s.ep}), first_of(0))
+            found: dict[str | int, list[int]] = {FRONT: [0, 0], BACK: [0, 0]}
+            for placement in placed:
+                part = placement.layer if placement.layer is not None else part_of(placement)
+                found.setdefault(part, [0, 0])[placement.is_spread] += placement.box.numel
+            ends = [(found[end][0], found[end][1]) for end in (FRONT, BACK)]
+            layers = [
+                [held for part, held in found.items() if isinstance(part, int) and self.model.is_sparse(part) == kind]
+                for kind in (False, True)
+            ]
+            dense, sparse = (_least_of(one or other) for one, other in (layers, layers[::-1]))
+            total = sum(of[0] for of in found.values()), sum(of[1] for of in found.values())
+            self._sizes[key] = _Size((dense, sparse), ends[0], ends[1], total)
         return self._sizes[key]
 
 
@@ -377,15 +392,23 @@ def _device_s(terms: Iterable[TimeTerm]) -> float:
     return sum(term.seconds for term in terms if term.name != "launches") * LESS
 
 
-def _buckets(whole: int, spread: int, num: int) -> tuple[Bucket, ...]:
+def _least_of(sizes: Sequence[Sequence[int]]) -> Pair:
+    return min(size[0] for size in sizes), min(size[1] for size in sizes)
+
+
+def _less_of(a: Pair, b: Pair) -> Pair:
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def _buckets(whole: int, spread: int, num: int, block: str = "layers.0", name: str = "") -> tuple[Bucket, ...]:
     """So many equal buckets for all that a rank holds, and as many for experts of its own; at most a remainder less."""
     sizes = ((False, whole // num), (True, spread // num))
     return num * tuple(
-        Bucket((Slot(_placement(is_spread), 0, numel),), numel, (), "layers.0", is_spread)
+        Bucket((Slot(_placement(is_spread, name), 0, numel),), numel, (), block, is_spread)
         for is_spread, numel in sizes
         if numel
     )
 
 
-def _placement(is_spread: bool) -> Placement:
-    return Placement("", (1,), Box((0,), (1,)), "mlp", 0, (), True, is_spread=is_spread)
+def _placement(is_spread: bool, name: str) -> Placement:
+    return Placement(name, (1,), Box((0,), (1,)), "mlp", 0, (), True, is_spread=is_spread)

@@ -56,6 +56,11 @@ class Room:
     disk_limit_bytes: int | None = None
     """Likewise to a disk."""
 
+    def least(self, num_bytes: int) -> str:
+        """What is too much even by a lower bound, in words."""
+        usable = format_bytes(self.usable_memory_bytes)
+        return f"needs at least {format_bytes(num_bytes)} per rank of {usable} usable"
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

@@ -15,7 +15,6 @@ from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.planner.advise import advise
 from meshwright.planner.balance import Ends
-from meshwright.planner.enumerate import Refusal
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
 from meshwright.planner.must import Must
@@ -108,7 +107,7 @@ def plan(
         forecast=ranked[0],
         ranked=tuple(ranked),
         pareto=front,
-        refused=tuple(summarise(search.refused, search.priced)),
+        refused=tuple(summarise(search)),
         advice=advice,
         num_priced=len(search.priced),
     )
@@ -196,13 +195,17 @@ def replay_small(
     return [first, *rest]
 
 
-def summarise(refused: Sequence[Refusal], priced: Sequence[Forecast]) -> list[RefusalSummary]:
-    """Refusals by rule, in order of count; strategies that do not fit come under `memory`."""
+def summarise(search: Search) -> list[RefusalSummary]:
+    """Refusals by rule, in order of count; strategies that do not fit come under `memory`, the closest first."""
     reasons: dict[str, list[str]] = {}
-    for refusal in refused:
+    for refusal in search.refused:
         reasons.setdefault(refusal.rule, []).append(refusal.reason)
-    too_big = sorted((f for f in priced if not f.fits), key=lambda f: f.memory.total_bytes)
+    room = search.pricer.room
+    too_big = [(f.device_bytes, f.strategy, f.limit) for f in search.priced if not f.fits]
+    too_big += [(num_bytes, strategy, room.least(num_bytes)) for strategy, num_bytes in search.too_large]
     if too_big:
-        reasons["memory"] = [f"{f.strategy.describe()} {f.limit}" for f in too_big]
+        too_big.sort(key=lambda found: found[0])
+        _, closest, limit = too_big[0]
+        reasons["memory"] = [f"{closest.describe()} {limit}"] * len(too_big)
     summaries = (RefusalSummary(rule, len(texts), texts[0]) for rule, texts in reasons.items())
     return sorted(summaries, key=lambda s: -s.count)

@@ -67,7 +67,8 @@ def searched(
 
 
 class Search:
-    """Of one space of choices. `priced` are those priced in full."""
+    """Of one space of choices. `priced` are those priced in full, `too_large` those of which a lower bound, the second
+    value, says that they do not fit, as far as the tree was walked."""
 
     def __init__(
         self, choices: Choices, pricer: Pricer, musts: tuple[Must, ...] = (), ends: Ends | None = None
@@ -78,6 +79,7 @@ class Search:
         self._ends = ends
         self._bounds = Bounds(choices.model, choices.cluster, choices.job, pricer.parts, is_cut=ends is not None)
         self.priced: list[Forecast] = []
+        self.too_large: list[tuple[Strategy, int]] = []
         early = [must for must in musts if must.field != "num_chunks"]
         self._roots = [
             _Node(sized, SIZED, self._bounds.sized(sized))
@@ -85,6 +87,7 @@ class Search:
             for sized in choices.sizes(split)
             if broken(early, sized) is None
         ]
+        self._note_too_large(self._roots)
 
     @property
     def refused(self) -> list[Refusal]:
@@ -151,7 +154,13 @@ class Search:
     def _children(self, node: _Node) -> list[_Node]:
         if node.children is None:
             node.children = list(self._ordered(node) if node.level == SIZED else self._priced(node))
+            if node.level == SIZED and node.bound.num_bytes <= self.pricer.room.usable_memory_bytes:
+                self._note_too_large(node.children)
         return node.children
+
+    def _note_too_large(self, nodes: list[_Node]) -> None:
+        usable = self.pricer.room.usable_memory_bytes
+        self.too_large += [(node.strategy, node.bound.num_bytes) for node in nodes if node.bound.num_bytes > usable]
 
     def _ordered(self, node: _Node) -> Iterator[_Node]:
         for strategy in self._choices.orders(node.strategy):
