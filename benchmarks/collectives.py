@@ -89,6 +89,7 @@ def candidates(axis: Axis, host: Axis, num_bytes: int) -> dict[tuple[str, str], 
         ("all_gather", "sockets"): lambda: collectives.all_gather(whole, block, axis),
         ("all_gather", "gloo"): lambda: dist.all_gather_single(whole, block, group=axis.group),
         ("all_gather", "ring"): lambda: ring_all_gather(whole, block, axis),
+        ("all_to_all", "shared memory"): lambda: collectives.all_to_all(whole, full, host),
         ("all_to_all", "sockets"): lambda: collectives.all_to_all(whole, full, axis),
         ("all_to_all", "exchange"): lambda: exchange_blocks(whole, full, axis),
     }

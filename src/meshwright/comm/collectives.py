@@ -17,7 +17,7 @@ from math import prod
 from torch import Tensor
 
 from meshwright.comm.mesh import Axis
-from meshwright.comm.transports.base import ReduceOp
+from meshwright.comm.transports.base import Handle, ReduceOp
 from meshwright.comm.work import Work, begin, begin_counted
 from meshwright.core.errors import InputError
 
@@ -76,7 +76,7 @@ def all_to_all(
     """Rows of x [n, ...] to all ranks, rows of out [m, ...] from all ranks. Returns out. Raises RankError.
 
     Args:
-        out_splits: rows that come from each rank; equal parts by default.
+        out_splits: rows that come from each rank; equal parts by default, on all ranks or on none.
         in_splits: rows that go to each rank; equal parts by default. A rank's `in_splits[j]` is
             rank j's `out_splits` for this rank.
     """
@@ -95,9 +95,13 @@ def all_to_all_start(
     _check_contiguous("all_to_all", out, x)
     received, sent = _elements(out, axis, out_splits), _elements(x, axis, in_splits)
     sent_bytes = (x.numel() - sent[axis.index]) * x.element_size()
-    return begin_counted(
-        "all_to_all", axis, x.nbytes, lambda: axis.transport.all_to_all(out, x, received, sent), sent_bytes
-    )
+
+    def post() -> Handle:
+        if out_splits is None and in_splits is None:
+            return axis.transport.exchange(out, x)
+        return axis.transport.all_to_all(out, x, received, sent)
+
+    return begin_counted("all_to_all", axis, x.nbytes, post, sent_bytes)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:

@@ -23,6 +23,9 @@ class Alone(Transport):
     def all_to_all(self, out: Tensor, x: Tensor, out_splits: Splits, in_splits: Splits) -> Handle:
         return _copy(out, x)
 
+    def exchange(self, out: Tensor, x: Tensor) -> Handle:
+        return _copy(out, x)
+
     def broadcast(self, x: Tensor, root: int) -> Handle:
         return DONE
 

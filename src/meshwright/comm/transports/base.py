@@ -71,6 +71,10 @@ class Transport(ABC):
         """Block j of x to rank j; block j of out from rank j. Splits count elements here."""
 
     @abstractmethod
+    def exchange(self, out: Tensor, x: Tensor) -> Handle:
+        """Likewise, in equal blocks."""
+
+    @abstractmethod
     def broadcast(self, x: Tensor, root: int) -> Handle:
         """x ← x of rank `root`."""
 

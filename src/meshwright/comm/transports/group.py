@@ -25,6 +25,10 @@ class Group(Transport):
         )
         return Pending([work], alive=[out, x])
 
+    def exchange(self, out: Tensor, x: Tensor) -> Handle:
+        work = dist.all_to_all_single(out.view(-1), x.view(-1), group=self._group, async_op=True)
+        return Pending([work], alive=[out, x])
+
     def broadcast(self, x: Tensor, root: int) -> Handle:
         return Pending([dist.broadcast(x, group=self._group, group_src=root, async_op=True)], alive=[x])
 
