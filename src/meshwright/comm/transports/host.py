@@ -13,9 +13,9 @@ There are no threads: a started call tells its first round at once, if nothing i
 round, whenever a call of the group is started or waited for. So a rank that computes longer is waited for at the
 second call after its own, not at the first. A socket's bytes cost this rank's own cores more time than that
 (`benchmarks/collectives.py`).
-Exchanges of unequal blocks go through gloo, and so does everything if the ranks of the group are not all processes of
-one Linux host. What goes through gloo is posted when it is started, whatever memory still waits for: calls across nodes
-run while those inside a node are waited for.
+Exchanges of unequal blocks go through gloo, and of more than a slot, for which it is as fast; and so does everything if
+the ranks of the group are not all processes of one Linux host. What goes through gloo is posted when it is started,
+whatever memory still waits for: calls across nodes run while those inside a node are waited for.
 Messages between two ranks of one host go through memory too (`messages`), where the group has met for them.
 """
 
@@ -76,6 +76,8 @@ class Host(Transport):
         return self._gloo.all_to_all(out, x, out_splits, in_splits)
 
     def exchange(self, out: Tensor, x: Tensor) -> Handle:
+        if x.nbytes > SLOT_BYTES:
+            return self._gloo.exchange(out, x)
         return self._start(
             lambda s: self._exchange(s, out.view(self._size, -1), x.view(self._size, -1)),
             lambda: self._gloo.exchange(out, x),
@@ -150,7 +152,9 @@ class Host(Transport):
 
     def _reduce_scatter(self, segments: Segments, out: Tensor, x: Tensor) -> Rounds:
         """out [n] ← row `index` of Σ x [P, n]; one round per piece of columns."""
-        for columns in self._block_columns(x):
+        per_block = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT // x.element_size()
+        for start in range(0, out.numel(), per_block):
+            columns = slice(start, min(start + per_block, out.numel()))
             width = columns.stop - columns.start
             slot = segments.own(x.dtype, self._size * width).view(self._size, width)
             for j in self._peers():
@@ -178,23 +182,16 @@ class Host(Transport):
                 out[j, columns].copy_(segments.peer(j, x.dtype, width))
 
     def _exchange(self, segments: Segments, out: Tensor, x: Tensor) -> Rounds:
-        """out [P, n] ← row `index` of x [P, n] of every rank; one round per piece of columns."""
+        """out [P, n] ← row `index` of x [P, n] of every rank, in one round."""
         out[self._index].copy_(x[self._index])
-        for columns in self._block_columns(x):
-            width = columns.stop - columns.start
-            slot = segments.own(x.dtype, self._size * width).view(self._size, width)
-            for j in self._peers():
-                slot[j].copy_(x[j, columns])
-            yield
-            for j in self._peers():
-                theirs = segments.peer(j, x.dtype, self._size * width).view(self._size, width)
-                out[j, columns].copy_(theirs[self._index])
-
-    def _block_columns(self, x: Tensor) -> Iterator[slice]:
-        """Columns of x [P, n] that fit a slot with all rows."""
-        per_block = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT // x.element_size()
-        for start in range(0, x.shape[1], per_block):
-            yield slice(start, min(start + per_block, x.shape[1]))
+        if not x.numel():
+            return
+        slot = segments.own(x.dtype, x.numel()).view_as(x)
+        for j in self._peers():
+            slot[j].copy_(x[j])
+        yield
+        for j in self._peers():
+            out[j].copy_(segments.peer(j, x.dtype, x.numel()).view_as(x)[self._index])
 
     def _broadcast(self, segments: Segments, x: Tensor, root: int) -> Rounds:
         """x [n] ← x of the root; one round per piece."""
