@@ -4,8 +4,8 @@
 
 One thread, fp32, 4,096 tokens, top-2, forward + backward; CPU time of runs in turn: medians, and medians and quartiles
 of ratios within a turn. `products`: the matrix products alone, of the same rows. `as trained`: the layer with gradients
-that have their place, as a run of ours gives it; all others have new ones. The loop and transformers' block (its default
-and its eager experts) have the same router and weights of the same shapes.
+that have their place, as a run of ours gives it; all others have new ones. The loop and transformers' block (its
+default and its eager experts) have the same router and weights of the same shapes.
 """
 
 from __future__ import annotations
