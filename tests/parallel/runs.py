@@ -24,6 +24,9 @@ from meshwright.train.optimizer import OptimizerOptions
 from tests.parallel.layouts import make_plan
 
 SEED = 1
+SHORT_PARITY = {"adamw": 2}
+"""Steps of parity for layouts in numbers: each mutation of test_negative_controls shows within them. The second step
+starts from updated weights and kept moments. `meshwright parity` runs more, and descends plainly first."""
 SGD = OptimizerOptions(kind="sgd", clip_norm=None)
 ADAMW = OptimizerOptions(clip_norm=0.5, eps=1e-4)
 

@@ -25,7 +25,7 @@ from meshwright.parallel.context.ulysses import attention as ulysses
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import find_mismatch
 from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
-from tests.parallel.runs import SGD, make_engine, plain_model
+from tests.parallel.runs import SGD, SHORT_PARITY, make_engine, plain_model
 
 KINDS, BALANCES = ("ring", "ring-self-attention", "ulysses"), ("contiguous", "zigzag", "striped")
 MODELS = {"llama": llama(num_layers=2), "qwen3": qwen3(num_layers=2), "gpt2": gpt2(num_layers=2)}
@@ -72,7 +72,7 @@ def mismatches(rank: int, world: int, texts: list[str]) -> list[str]:
     for text in texts:
         plan = Plan.from_toml(text)
         mesh = make_mesh(plan)
-        if (mismatch := find_mismatch(plan, mesh)) is not None:
+        if (mismatch := find_mismatch(plan, mesh, num_steps=SHORT_PARITY)) is not None:
             found.append(f"{plan.strategy.describe()} of {plan.model.name}: {mismatch}")
         mesh.close()
     return found

@@ -18,7 +18,7 @@ from meshwright.parallel.dropout import Dropout, Dropped, Masks, ScoreDropout, S
 from meshwright.run.engine import make_mesh
 from meshwright.run.parity import find_mismatch
 from tests.parallel.layouts import gpt2, llama, make_plan, qwen3
-from tests.parallel.runs import dataset, make_engine, train
+from tests.parallel.runs import SHORT_PARITY, dataset, make_engine, train
 from tests.parallel.test_matrix import Ranks, assert_parity
 
 LLAMA, QWEN3, GPT2 = llama(num_layers=2), qwen3(num_layers=2), gpt2(num_layers=2)
@@ -104,7 +104,7 @@ def with_fault(rank: int, world: int, name: str) -> str | None:
     owner, attribute, wrong, plan = FAULTS[name]
     with pytest.MonkeyPatch.context() as patch, closing(make_mesh(plan)) as mesh:
         patch.setattr(owner, attribute, wrong)
-        mismatch = find_mismatch(plan, mesh)
+        mismatch = find_mismatch(plan, mesh, num_steps=SHORT_PARITY)
         return mismatch and mismatch.what
 
 

@@ -27,6 +27,7 @@ from tests.parallel.cases import (
     pairs_of,
     plan_of,
 )
+from tests.parallel.runs import SHORT_PARITY
 
 SAMPLE_SIZE = 5
 PER_JOB = 6
@@ -41,7 +42,7 @@ def parity_on_rank(rank: int, world: int, plans: Sequence[str]) -> list[str | No
     found = []
     for plan in map(Plan.from_toml, plans):
         with closing(make_mesh(plan)) as mesh:
-            mismatch = find_mismatch(plan, mesh)
+            mismatch = find_mismatch(plan, mesh, num_steps=SHORT_PARITY)
         found.append(None if mismatch is None else str(mismatch))
     return found
 

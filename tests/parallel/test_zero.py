@@ -18,6 +18,7 @@ from tests.parallel.mutations import without
 from tests.parallel.runs import (
     SEED,
     SGD,
+    SHORT_PARITY,
     assembled,
     counted_batches,
     dataset,
@@ -37,7 +38,7 @@ def mismatches(rank: int, world: int, plans: list[str]) -> list[str]:
     found = []
     for text in plans:
         plan = Plan.from_toml(text)
-        found.append(str(find_mismatch(plan, make_mesh(plan))))
+        found.append(str(find_mismatch(plan, make_mesh(plan), num_steps=SHORT_PARITY)))
     return found
 
 
@@ -142,7 +143,7 @@ def mutated(rank: int, world: int, text: str, left_out: tuple[str, str, str]) ->
     mesh = make_mesh(plan)
     with pytest.MonkeyPatch.context() as patch:
         without(*left_out)(patch, mesh)
-        return str(find_mismatch(plan, mesh))
+        return str(find_mismatch(plan, mesh, num_steps=SHORT_PARITY))
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -38,6 +38,7 @@ from meshwright.train.optimizer import OptimizerOptions
 NUM_STEPS = {"sgd": 2, "adamw": 3}
 """SGD keeps nothing but the weights from a step to the next; AdamW's moments have been used twice after three."""
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-2}
+CLIP_NORM = {"sgd": None, "adamw": 0.5}
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest difference, relative to the largest element of the reference."""
 SMALL = 1e-2
@@ -183,10 +184,12 @@ class ReferenceStep:
     """After the update."""
 
 
-def reference_steps(plan: Plan, options: OptimizerOptions, mesh: Mesh, seed: int) -> list[ReferenceStep]:
+def reference_steps(
+    plan: Plan, options: OptimizerOptions, mesh: Mesh, seed: int, num_steps: int
+) -> list[ReferenceStep]:
     """The steps of :class:`Reference`, run on rank 0 and sent to all. Collective; the ledger is empty afterwards."""
     shapes = {param.name: param.shape for param in plan.model.parameters()}
-    dtype, num_steps = DTYPES[plan.strategy.recipe.parameter], NUM_STEPS[options.kind]
+    dtype = DTYPES[plan.strategy.recipe.parameter]
     rows = torch.empty(num_steps, NUM_SCALARS + 2 * sum(map(prod, shapes.values())), dtype=dtype, device=mesh.device)
     if mesh.rank == 0:
         reference = Reference(plan, options, seed)
@@ -217,14 +220,21 @@ def _read_row(row: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Refer
     return ReferenceStep(*numbers.tolist(), gradients, weights)
 
 
-def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0) -> Mismatch | None:
-    """Run the plan's layout and the reference side by side. Collective; returns this rank's first mismatch."""
+def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0, num_steps: Mapping[str, int] = NUM_STEPS) -> Mismatch | None:
+    """Run the plan's layout and the reference side by side. Collective; returns this rank's first mismatch.
+
+    Args:
+        plan: a layout of a model that one process can train too.
+        mesh: this rank's place in it.
+        seed: of weights and batches.
+        num_steps: optimizer → steps from fresh weights with it; what is left out is not run.
+    """
     found: list[Mismatch] = []
-    for kind, clip in (("sgd", None), ("adamw", 0.5)):
-        options = OptimizerOptions(kind=kind, clip_norm=clip, eps=EPSILON)
+    for kind, steps in num_steps.items():
+        options = OptimizerOptions(kind=kind, clip_norm=CLIP_NORM[kind], eps=EPSILON)
         engine = Engine(build(plan.model), plan, mesh, options)
         engine.initialize(seed)
-        expected = reference_steps(plan, options, mesh, seed)
+        expected = reference_steps(plan, options, mesh, seed, steps)
         found += _compare_run(engine, expected, seed)  # to the end: no rank leaves others waiting
         engine.close()
     return found[0] if found else None
