@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.cli.main import main
 from meshwright.run.command import run_command
 from tests.end_to_end import shell
+from tests.end_to_end.on_ranks import Change, command_on_rank, free_port
 from tests.end_to_end.shell import OURS, Result
 from tests.end_to_end.tiny import BATCH, SEQ_LENGTH, TEXT_BYTES, write_config
 
@@ -57,5 +59,16 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         status = run_command(lambda: main([str(word) for word in argv]))
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def on_ranks(ranks: Callable[..., list[Any]]) -> Callable[..., list[Result]]:
+    """`on_ranks(2, "train", plan, ...)`: a command on as many ranks of the pool; what each of them says."""
+
+    def call(world: int, *argv: object, change: Change | None = None) -> list[Result]:
+        words = [str(word) for word in argv]
+        return ranks(command_on_rank, world, free_port(), words, change, timeout_s=shell.TIMEOUT_S)
 
     return call

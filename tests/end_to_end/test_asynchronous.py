@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from meshwright.rehearse.timeline import measured_timeline
 from meshwright.rehearse.verify import differences
 from meshwright.run.set_up import set_up
 from meshwright.train.metrics import read_metrics
-from tests.end_to_end import shell
+from tests.end_to_end.shell import Result
 from tests.end_to_end.test_resume import losses, train
 from tests.end_to_end.tiny import make_plan, make_run, options, tiny_model
 
@@ -56,7 +57,10 @@ def test_updates_are_delayed(ranks, tmp_path: Path) -> None:
     assert [a for a, b in zip(ours[1:], flushed[1:], strict=True) if abs(a - b) < 1e-4] == []
 
 
-def test_what_it_cannot_do_is_one_line_before_any_rank_starts(tmp_path: Path) -> None:
+def test_what_it_cannot_do_is_one_line_before_any_rank_starts(
+    cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("meshwright.run.launch._start_and_wait", lambda *_: pytest.fail("ranks are started"))
     plan = delayed(tmp_path, "pipedream")
     for changes, error, words in (
         ({"clip_norm": 0.5}, UnsupportedError, "clip_norm=0.5 with schedule=`pipedream`"),
@@ -69,9 +73,9 @@ def test_what_it_cannot_do_is_one_line_before_any_rank_starts(tmp_path: Path) ->
         assert not (tmp_path / "run").exists()
     path = tmp_path / "plan.toml"
     plan.save(path)
-    refused = shell.meshwright("parity", path)
+    refused = cli("parity", path)
     assert refused.status == 1
     (line,) = refused.errors
     assert "one process whose updates are not delayed" in line
-    shown = shell.meshwright("show", path)
+    shown = cli("show", path)
     assert "delayed: one after each micro-batch, while others are under way; versions kept: 2, 1" in shown.out

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from meshwright.cli.compare import What, show
+from meshwright.core.measures import Traffic
 from meshwright.core.record import RankRecord
 from tests.end_to_end import shell
 from tests.end_to_end.shell import Result
@@ -16,28 +19,34 @@ from tests.end_to_end.tiny import TEXT_BYTES, write_config
 from tests.run.outcomes import as_forecast, outcomes
 
 COMMON = ("--seq", 32, "--steps", 4, "--max-text-bytes", TEXT_BYTES, "--learning-rate", 0.01)
-MORE_BYTES = """
-import os
-if "RANK" in os.environ:  # in ranks only
-    import sys
-    from meshwright.core.measures import Traffic
+OnRanks = Callable[..., list[Result]]
+
+
+def _one_more_byte(patch: pytest.MonkeyPatch) -> None:
+    """Of every gather, as the ledger counts it."""
     add = Traffic.add
-    def one_more(self, primitive, axis, phase, payload_bytes, size, calls=1, **more):
+
+    def one_more(self: Traffic, primitive: str, axis: str, phase: str, payload_bytes: int, size: int, *more: Any,
+                 **named: Any) -> None:  # fmt: skip
         counted = sys._getframe(1).f_code.co_name == "record" and primitive == "all_gather"
-        add(self, primitive, axis, phase, payload_bytes + 4 * size * counted, size, calls, **more)
-    Traffic.add = one_more
-"""
+        add(self, primitive, axis, phase, payload_bytes + 4 * size * counted, size, *more, **named)
+
+    patch.setattr(Traffic, "add", one_more)
 
 
-def compare(folder: Path, what: str, *options: object, more: dict[str, str] | None = None) -> Result:
-    """Of the tiny model."""
-    return shell.meshwright("compare", what, "--model", write_config(folder), *COMMON, *options, more=more)
+def compare(on_ranks: OnRanks, world: int, folder: Path, what: str, *options: object, **change: Any) -> Result:
+    """Of the tiny model; what rank 0 says."""
+    model, out = write_config(folder), folder / "kept"
+    argv = ("compare", what, "--model", model, *COMMON, "--out", out, *options)
+    first, *others = on_ranks(world, *argv, **change)
+    assert all(other.out == "" for other in others)
+    return first
 
 
 @pytest.mark.slow
-def test_all_stages_are_as_forecast(tmp_path: Path) -> None:
+def test_all_stages_are_as_forecast(on_ranks: OnRanks, tmp_path: Path) -> None:
     page, out = tmp_path / "page.html", tmp_path / "kept"
-    done = compare(tmp_path, "zero", "--ranks", 4, "--micro-batches", 2, "--html", page, "--out", out)
+    done = compare(on_ranks, 4, tmp_path, "zero", "--ranks", 4, "--micro-batches", 2, "--html", page)
     assert done.status == 0, done.err + done.out
     rows = [line.split() for line in done.out.splitlines() if line.count("as forecast") == 2]
     names = ["DataParallel", "zero0", "zero1", "zero2", "zero3", "zero3-kept", "zero3-node"]
@@ -49,20 +58,17 @@ def test_all_stages_are_as_forecast(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bytes_that_were_not_forecast_are_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(MORE_BYTES)
-    done = compare(tmp_path, "zero", more={"PYTHONPATH": str(tmp_path)})
+def test_bytes_that_were_not_forecast_are_named(on_ranks: OnRanks, tmp_path: Path) -> None:
+    done = compare(on_ranks, 2, tmp_path, "zero", change=_one_more_byte)
     assert done.status == 1, done.err
     assert "differs: zero1: rank 0: all_gather dp parameters:" in done.out
     assert "differs: zero0" not in done.out
 
 
 @pytest.mark.slow
-def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
-    """In 16 bits without `DataParallel`, which keeps no master copies."""
-    command = [*shell.TORCHRUN, "--nproc-per-node", "2", "-m", "meshwright.cli.main", "compare", "zero"]
-    options = ["--model", write_config(tmp_path), *COMMON, "--precision", "bf16", "--out", tmp_path / "out"]
-    done = shell.run([*map(str, (*command, *options))])
+def test_ranks_that_it_starts_itself(tmp_path: Path) -> None:
+    """In 16 bits without `DataParallel`, which keeps no master copies; in a folder that it makes and removes."""
+    done = shell.meshwright("compare", "zero", "--model", write_config(tmp_path), *COMMON, "--precision", "bf16")
     assert done.status == 0, done.err
     assert done.out.count("as forecast") == 2 * 5
 
@@ -81,9 +87,9 @@ def test_ranks_of_torchrun_need_a_folder(
 
 
 @pytest.mark.slow
-def test_precisions_are_trained_and_drawn(tmp_path: Path) -> None:
+def test_precisions_are_trained_and_drawn(on_ranks: OnRanks, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done = compare(tmp_path, "precision", "--precisions", "fp32,bf16", "--html", page)
+    done = compare(on_ranks, 1, tmp_path, "precision", "--precisions", "fp32,bf16", "--html", page)
     assert done.status == 0, done.err + done.out
     rows = [line.split() for line in done.out.splitlines() if line.startswith((" fp32 ", " bf16 "))]
     assert [row[0] for row in rows] == ["fp32", "bf16"]

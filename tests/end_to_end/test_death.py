@@ -6,16 +6,21 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint import latest
+from meshwright.parallel.pipeline import StageRunner
 from meshwright.run.folder import RunFolder
 from meshwright.train.metrics import read_metrics
 from tests.end_to_end import shell
 from tests.end_to_end.shell import MESHWRIGHT, kill_all, num_lines, ranks_of, started, wait_for
 from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model
+from tests.pool import RanksFailed
+
+OnRanks = Callable[..., list[shell.Result]]
 
 END_S = 60.0
 """All ranks have ended within a minute."""
@@ -99,20 +104,23 @@ def test_sigterm(tmp_path: Path) -> None:
     assert done.err == "meshwright: error: stopped by SIGTERM\n"
 
 
-@pytest.mark.slow
-def test_a_rank_of_torchrun_that_fails_within_a_step(tmp_path: Path) -> None:
+def _fails(patch: pytest.MonkeyPatch) -> None:
+    """As FAIL, and gone with the command."""
+    patch.setattr(StageRunner, "_backward", StageRunner._backward)
+    exec(FAIL.format(how='raise ValueError("the disk has a hole")'), {})
+
+
+def test_a_rank_of_torchrun_that_fails_within_a_step(on_ranks: OnRanks, tmp_path: Path) -> None:
     """It names its action itself: there is no launcher of ours."""
-    (tmp_path / "sitecustomize.py").write_text(FAIL.format(how='raise ValueError("the disk has a hole")'))
-    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    argv = command(tmp_path, 100_000, pp=2)[1:]
-    done = shell.run([*shell.TORCHRUN, "--nproc-per-node", "2", *argv], {"PYTHONPATH": path})
-    assert done.status != 0
-    assert "ValueError: the disk has a hole" in done.err
-    assert "in the backward of micro-batch 1 on stage 1 (B1@1)" in done.err
+    with pytest.raises(RanksFailed) as failed:
+        on_ranks(2, *command(tmp_path, 100_000, pp=2)[len(MESHWRIGHT) :], change=_fails)
+    said = failed.value.errors[1]
+    assert "ValueError: the disk has a hole" in said
+    assert "in the backward of micro-batch 1 on stage 1 (B1@1)" in said
 
 
 @pytest.mark.slow
-def test_killed_while_saving(tmp_path: Path) -> None:
+def test_killed_while_saving(on_ranks: OnRanks, tmp_path: Path) -> None:
     """Every step saves, so that most moments are in the middle of a save."""
     run, moment = RunFolder(tmp_path / "run"), random.Random(7)
     resume: tuple[str, ...] = ()
@@ -125,8 +133,8 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         resume = ("--resume",)
     last = latest(run.checkpoints)
     assert last
-    done = shell.run(command(tmp_path, last + 2, "--save-every", "1", "--resume"))
-    assert done.status == 0, done.err
+    for done in on_ranks(2, *command(tmp_path, last + 2, "--save-every", "1", "--resume")[len(MESHWRIGHT) :]):
+        assert done.status == 0, done.err
     assert [row.step for row in read_metrics(run.path)] == list(range(last + 2))
     assert latest(run.checkpoints) == last + 2
     assert {path.suffix for path in run.checkpoints.iterdir()} == {""}

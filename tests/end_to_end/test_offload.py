@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +15,20 @@ from meshwright.core.plan import Plan
 from meshwright.core.strategy import Offload
 from meshwright.run.folder import RunFolder
 from meshwright.train.metrics import read_metrics
-from tests.end_to_end import shell
-from tests.end_to_end.shell import MESHWRIGHT, kill_all, num_lines, started, wait_for
+from tests.end_to_end.shell import MESHWRIGHT, Result, kill_all, num_lines, started, wait_for
 from tests.end_to_end.tiny import BATCH, SEQ_LENGTH, TEXT_BYTES, make_plan, tiny_model, write_config
 
-FULL = """
-import errno, os
-if os.environ.get("RANK") == "1":
-    def posix_fallocate(descriptor, offset, length):
+Cli, OnRanks = Callable[..., Result], Callable[..., list[Result]]
+
+
+def _full(patch: pytest.MonkeyPatch) -> None:
+    """No more room, for rank 1."""
+
+    def posix_fallocate(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.posix_fallocate = posix_fallocate
-"""
+
+    if os.environ["RANK"] == "1":
+        patch.setattr(os, "posix_fallocate", posix_fallocate)
 
 
 def write_plan(folder: Path, disk: Path, **kinds: str) -> Path:
@@ -37,61 +42,62 @@ def write_plan(folder: Path, disk: Path, **kinds: str) -> Path:
 
 def command(plan: Path, run: Path, steps: int, *more: str) -> list[str]:
     text = () if "--resume" in more else ("--stdlib", "--max-text-bytes", str(TEXT_BYTES))
-    return [*MESHWRIGHT, "train", str(plan), *text, "--steps", str(steps), "--out", str(run), *more]
+    return ["train", str(plan), *text, "--steps", str(steps), "--out", str(run), *more]
 
 
-def the_line(done: shell.Result) -> str:
+def the_line(done: Result) -> str:
     assert done.status == 1, done.err
     (line,) = done.errors
     assert "Traceback" not in done.err
     return line
 
 
-def test_planned_trained_and_verified(tmp_path: Path) -> None:
+def test_planned_trained_and_verified(cli: Cli, on_ranks: OnRanks, tmp_path: Path) -> None:
     disk, plan, run = tmp_path / "disk", tmp_path / "plan.toml", tmp_path / "run"
     disk.mkdir()
-    planned = shell.meshwright(
+    planned = cli(
         "plan", write_config(tmp_path), "local:2", "--seq", SEQ_LENGTH, "--batch", BATCH, "--fix", "dp=2",
         "--zero", 2, "--fix", f"offload=optimizer:disk,gradients:cpu,path:{disk}", "-o", plan,
     )  # fmt: skip
     assert planned.status == 0, planned.err
     assert "on disk" in planned.out
     assert Plan.load(plan).strategy.offload == Offload(optimizer="disk", gradients="cpu", path=str(disk))
-    done = shell.run(command(plan, run, 4))
-    assert done.status == 0, done.err
+    for done in on_ranks(2, *command(plan, run, 4)):
+        assert done.status == 0, done.err
     assert list(disk.iterdir()) == []
-    verified = shell.meshwright("verify", run)
+    verified = cli("verify", run)
     assert verified.status == 0, verified.out
     assert "memory, on disk" in verified.out
     assert "memory, on host" in verified.out
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
+def test_a_missing_folder(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Found before anything is made."""
+    monkeypatch.setattr("meshwright.run.launch._start_and_wait", lambda *_: pytest.fail("ranks are started"))
     run = tmp_path / "run"
-    done = shell.run(command(write_plan(tmp_path, tmp_path / "scratc"), run, 2))
+    done = cli(*command(write_plan(tmp_path, tmp_path / "scratc"), run, 2))
     assert "scratc: no such folder; offloading to disk makes none" in the_line(done)
     assert not run.exists()
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FULL)
-    search = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+def test_a_full_disk(on_ranks: OnRanks, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    done = shell.run(command(write_plan(tmp_path, tmp_path / "disk"), tmp_path / "run", 2), {"PYTHONPATH": search})
+    argv = command(write_plan(tmp_path, tmp_path / "disk"), tmp_path / "run", 2)
+    _, done = on_ranks(2, *argv, change=_full)
     assert "the disk is full: rank 1 needs" in the_line(done)
 
 
-def test_killed_in_a_step_and_used_twice(tmp_path: Path) -> None:
+def test_killed_in_a_step_and_used_twice(on_ranks: OnRanks, tmp_path: Path) -> None:
     """Another run on the same folder is refused and harms nothing. The killed one goes on from its last checkpoint, as
     it does without offload."""
     disk = tmp_path / "disk"
     disk.mkdir()
     plan = write_plan(tmp_path, disk, gradients="disk", parameters="disk")
     killed, plain = RunFolder(tmp_path / "killed"), RunFolder(tmp_path / "plain")
-    with started(command(plan, killed.path, 100_000, "--save-every", "2")) as process:
+    with started([*MESHWRIGHT, *command(plan, killed.path, 100_000, "--save-every", "2")]) as process:
         wait_for(lambda: (latest(killed.checkpoints) or 0) >= 2, process)
-        assert "in use by process" in the_line(shell.run(command(plan, tmp_path / "other", 2)))
+        for done in on_ranks(2, *command(plan, tmp_path / "other", 2)):
+            assert "in use by process" in the_line(done)
         before = num_lines(killed.path / "metrics.jsonl")
         wait_for(lambda: num_lines(killed.path / "metrics.jsonl") > before, process)
         kill_all(process.pid)
@@ -102,17 +108,17 @@ def test_killed_in_a_step_and_used_twice(tmp_path: Path) -> None:
     in_memory = tmp_path / "in-memory.toml"
     make_plan(tiny_model(tmp_path), 2, zero=3).save(in_memory)
     for run, by in ((killed, plan), (plain, in_memory)):
-        done = shell.run(command(by, run.path, last + 3, "--resume"))
-        assert done.status == 0, done.err
+        for done in on_ranks(2, *command(by, run.path, last + 3, "--resume")):
+            assert done.status == 0, done.err
     assert [row.step for row in read_metrics(killed.path)] == list(range(last + 3))
     assert [row.loss for row in read_metrics(killed.path)] == [row.loss for row in read_metrics(plain.path)]
     assert list(disk.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_parity_of_an_offloaded_plan(tmp_path: Path) -> None:
+def test_parity_of_an_offloaded_plan(on_ranks: OnRanks, tmp_path: Path) -> None:
     """Its own disk tier is not needed for it."""
     plan = write_plan(tmp_path, tmp_path / "elsewhere", gradients="cpu", parameters="disk")
-    done = shell.meshwright("parity", plan)
+    done, _ = on_ranks(2, "parity", plan)
     assert done.status == 0, done.err
     assert "pass" in done.out

@@ -7,7 +7,7 @@ import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -20,6 +20,7 @@ from meshwright.run.folder import RunFolder
 from meshwright.run.launch import launch
 from meshwright.train.metrics import read_metrics
 from tests.end_to_end import shell
+from tests.end_to_end.shell import Result
 from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model
 
 OWN_LOOP = """
@@ -86,11 +87,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
     check_run(tmp_path, 2)
 
 
-@pytest.mark.slow
-def test_torchrun_with_another_number_of_ranks(tmp_path: Path) -> None:
-    argv = train_argv(tmp_path, tp=2)
-    done = shell.run([*shell.TORCHRUN, "--nproc-per-node", "1", "-m", "meshwright.cli.main", *argv])
-    assert done.status != 0
+def test_torchrun_with_another_number_of_ranks(on_ranks: Callable[..., list[Result]], tmp_path: Path) -> None:
+    (done,) = on_ranks(1, *train_argv(tmp_path, tp=2))
+    assert done.status == 1
     (line,) = done.errors
     assert "rank 0: torchrun started a world of 1, but the plan needs dp × tp × pp = 2" in line
     assert not (tmp_path / "run").exists()

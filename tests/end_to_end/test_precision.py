@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,31 @@ from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.run.folder import RunFolder
 from meshwright.train.metrics import read_metrics
-from tests.end_to_end import shell
+from tests.end_to_end.shell import Result
 from tests.end_to_end.tiny import BATCH, SEQ_LENGTH, TEXT_BYTES, make_plan, make_run, options, tiny_model, write_config
 
 
 @pytest.mark.slow
-def test_fp16_is_planned_trained_and_compared(tmp_path: Path) -> None:
+def test_fp16_is_planned_trained_and_compared(
+    cli: Callable[..., Result], on_ranks: Callable[..., list[Result]], tmp_path: Path
+) -> None:
     plan, run = tmp_path / "plan.toml", tmp_path / "run"
-    planned = shell.meshwright(
+    planned = cli(
         "plan", write_config(tmp_path), "local:2", "--seq", SEQ_LENGTH, "--batch", BATCH, "--fix", "pp=2",
         "--fix", "precision=fp16", "-o", plan,
     )  # fmt: skip
     assert planned.status == 0, planned.err
-    done = shell.meshwright(
-        "train", plan, "--out", run, "--stdlib", "--max-text-bytes", TEXT_BYTES, "--steps", 4, "--eval-samples", 8
+    done, _ = on_ranks(
+        2, "train", plan, "--out", run, "--stdlib", "--max-text-bytes", TEXT_BYTES, "--steps", 4, "--eval-samples", 8
     )
     assert done.status == 0, done.err
     assert "loss scale 65,536, 0 skipped" in done.out
     rows = read_metrics(run)
     assert [(row.skipped, row.loss_scale) for row in rows] == [(False, 65536.0)] * 4
     assert rows[-1].loss < rows[0].loss
-    verified = shell.meshwright("verify", run)
+    verified = cli("verify", run)
     assert verified.status == 0, verified.out + verified.err
-    compared = shell.meshwright("parity", plan)
+    compared, _ = on_ranks(2, "parity", plan)
     assert compared.status == 0, compared.err
     assert "precision=fp64 for fp16" in compared.out
 
