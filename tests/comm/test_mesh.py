@@ -34,6 +34,17 @@ def test_ends_and_mirrors_of_a_pipeline_are_where_its_stages_stand():
     assert m.axis_groups(D2T2P4)["pp_mirror"][:2] == ((0,), (4,))
 
 
+def test_experts_see_the_ranks_of_a_stage_in_a_second_way():
+    """Experts whole on the four ranks of two tp groups; or each cut over a whole stage."""
+    groups = m.axis_groups(D2T2P4, ep=4, etp=1)
+    assert groups["etp"][:2] == ((0,), (1,))
+    assert groups["ep"] == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
+    groups = m.axis_groups({"dp": 4, "tp": 2}, ep=2, etp=2)
+    assert (groups["etp"][1], groups["ep"][:2], groups["edp"][0]) == ((2, 3), ((0, 2), (1, 3)), (0, 4))
+    assert m.axis_groups(D2T2P4, etp=4)["edp"] == tuple((rank,) for rank in range(16))
+    assert "ep" not in m.axis_groups(D2T2P4)
+
+
 def groups_order(sizes):
     """Ranks, one pipeline after the other."""
     return [rank for line in m.axis_groups(sizes)["pp"] for rank in line]

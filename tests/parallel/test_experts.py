@@ -38,6 +38,8 @@ MIXTURES = {
     "choice": mixture({"chooses": "experts", "balance_loss": 0.0}),
 }  # fmt: skip
 
+MOMENTS = {"optimizer": "cpu", "gradients": "cpu", "group_numel": 64}
+HOST = {**MOMENTS, "parameters": "cpu"}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("mixture", {"num_micro_batches": 2}),
     ("batch", {"num_micro_batches": 3, "schedule": "gpipe"}),
@@ -46,7 +48,6 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("shared", {"tp": 2, "num_micro_batches": 2}),
     ("switch", {"pp": 2, "num_micro_batches": 2}),
     ("choice", {"dp": 2, "zero": 3, "micro_batch_size": 2, "recompute": "full"}),
-    ("sigmoid", {"dp": 2, "tp": 2, "zero": 1, "num_micro_batches": 2}),
     ("batch", {"dp": 2, "pp": 2, "schedule": "gpipe", "num_micro_batches": 3}),
     ("capacity", {"dp": 2, "pp": 2, "zero": 2, "num_micro_batches": 2}),
     ("shared", {"pp": 2, "tp": 2, "schedule": "zb-h1", "num_micro_batches": 3}),
@@ -79,10 +80,21 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("sigmoid", {"pp": 2, "tp": 2, "sequence": "megatron", "schedule": "zb-h1", "num_micro_batches": 3}),
     ("switch", {"dp": 2, "tp": 2, "sequence": "megatron", "zero": 3, "expert": {"degree": 2}, "recompute": "full"}),
+    ("mixture", {"tp": 2, "expert": {"degree": 2, "tensor": 1}, "num_micro_batches": 2}),
+    ("sigmoid", {"tp": 2, "expert": {"tensor": 1}, "zero": 3, "sequence": "megatron", "recompute": "full"}),
+    ("capacity", {"dp": 2, "expert": {"tensor": 2}, "zero": 1, "num_micro_batches": 2}),
+    ("switch", {"dp": 2, "tp": 2, "expert": {"degree": 4, "tensor": 1}, "zero": 2, "micro_batch_size": 2}),
+    ("choice", {"tp": 2, "context": {"degree": 2, "balance": "zigzag"}, "expert": {"degree": 2, "tensor": 1}}),
+    ("shared", {"tp": 4, "expert": {"degree": 2, "tensor": 2}, "recompute": "full", "num_micro_batches": 2}),
+    ("batch", {"dp": 2, "pp": 2, "expert": {"tensor": 2}, "schedule": "gpipe", "num_micro_batches": 2}),
+    ("mixture", {"tp": 4, "dp": 2, "expert": {"degree": 2, "tensor": 2}, "sequence": "megatron", "zero": 1}),
+    ("shared", {"dp": 2, "expert": {"degree": 2}, "zero": 1, "offload": {"optimizer": "cpu", "group_numel": 64}}),
+    ("mixture", {"dp": 4, "expert": {"degree": 2}, "zero": 3, "offload": HOST, "num_micro_batches": 2}),
+    ("mixture", {"dp": 2, "tp": 2, "expert": {"degree": 2, "tensor": 1}, "zero": 2, "offload": MOMENTS}),
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_every_layout_is_one_process(ranks: Ranks, world: int) -> None:
     plans = [make_plan(MIXTURES[name], **layout) for name, layout in LAYOUTS]
     assert_parity(ranks, [plan for plan in plans if plan.strategy.world_size == world])
@@ -113,9 +125,9 @@ def loaded_on_rank(rank: int, world: int, plan: str, folder: str) -> tuple[float
 
 def test_experts_and_biases_are_saved_and_loaded_under_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
     model, found = MIXTURES["sigmoid"], []
-    saved = run_plan(model, 4, dp=2, tp=2, zero=1, expert={"degree": 2})
+    saved = run_plan(model, 4, dp=2, tp=2, zero=1, expert={"degree": 4, "tensor": 1})
     ranks(saved_on_rank, 4, saved.to_toml(), str(tmp_path))
-    for layout in ({}, {"dp": 4, "zero": 3, "expert": {"degree": 4}}, {"pp": 2}):
+    for layout in ({}, {"dp": 2, "tp": 2, "zero": 3, "expert": {"degree": 2}}, {"pp": 2}):
         plan = run_plan(model, 4, **layout)
         by_rank = ranks(loaded_on_rank, plan.strategy.world_size, plan.to_toml(), str(tmp_path))
         biases = [bias for *_, held in (by_rank if plan.strategy.pp > 1 else by_rank[:1]) for bias in held]

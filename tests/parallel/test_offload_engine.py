@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.core.axes import DP
 from meshwright.core.flat import rank_buckets
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Offload
@@ -55,7 +54,7 @@ def assert_as_forecast(engine: Engine) -> None:
     expected = memory(plan.model, job, plan.strategy, rank)
     assert engine.memory(expected.activations_bytes) == expected
     buckets = rank_buckets(plan.model, plan.strategy, rank)
-    forecast = offload_forecast(plan.strategy, job.optimizer, buckets, rank[DP])
+    forecast = offload_forecast(plan.strategy, job.optimizer, buckets, rank)
     for tier, passed in engine.last_tier_traffic.items():
         assert passed == forecast.traffic(tier), f"{plan.strategy.offload} {tier}"
 

@@ -182,7 +182,7 @@ def test_what_passes_is_the_forecast(tiers, tier, delayed, precision, dp):
     )
     spec = next(iter(SPECS.values()))
     buckets = rank_buckets(spec, strategy, {"pp": 0, "dp": dp - 1, "tp": 0})
-    forecast = offload_forecast(strategy, "adamw", buckets, dp - 1, group_numel=500)
+    forecast = offload_forecast(strategy, "adamw", buckets, {"dp": dp - 1}, group_numel=500)
     way, states = sharding(strategy), []
     for i, bucket in enumerate(buckets):
         own = way.own(bucket.numel, dp - 1)

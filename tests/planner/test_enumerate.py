@@ -132,6 +132,11 @@ def test_experts_are_shared_by_ranks_of_a_node_or_by_all_of_dp(model, cluster, j
     assert {s.ep for s in strategies(model(), machines, job, pure).legal} == {1}
 
 
+def test_whole_experts_are_shared_by_whole_tp_groups(model, cluster, job):
+    space = strategies(model(num_experts=8, experts_per_token=2), cluster(2, 4), job, {"tp": 2, "pp": 1, "zero": 0})
+    assert {(s.ep, s.et) for s in space.legal} == {(1, 2), (2, 2), (4, 2), (2, 1), (4, 1), (8, 1)}
+
+
 def test_unbalanced_pipelines_only_when_asked(model, cluster, job):
     spec, machines = model(num_layers=5, num_heads=1, num_kv_heads=1), cluster(1, 4)
     assert 4 not in {s.pp for s in strategies(spec, machines, job, {}).legal}

@@ -99,8 +99,25 @@ def test_offload_precisions_and_tables_without_an_end_too(strategy: dict[str, An
         (mixture(num_experts=6), {"dp": 2, "expert": {"degree": 2}}),
         (mixture(num_experts=6, experts_per_token=1), {"dp": 3, "expert": {"degree": 3}}),
         (mixture(), {"dp": 2, "zero": 3, "tile": 2}),
+        (mixture({"capacity_factor": 0.5}), {"tp": 2, "dp": 2, "expert": {"degree": 4, "tensor": 1}}),
+        (
+            mixture(),
+            {"dp": 2, "context": {"degree": 2}, "expert": {"tensor": 4}, "offload": {"optimizer": "cpu"}, "zero": 1},
+        ),
+        (mixture(), {"tp": 4, "sequence": "megatron", "expert": {"degree": 2, "tensor": 2}, "recompute": "full"}),
     ],
-    ids=["gaussian", "jitter", "half full", "experts choose", "odd experts", "odd rows", "tiles"],
+    ids=[
+        "gaussian",
+        "jitter",
+        "half full",
+        "experts choose",
+        "odd experts",
+        "odd rows",
+        "tiles",
+        "whole experts",
+        "cut over dp and cp",
+        "half cut",
+    ],
 )
 def test_what_a_rehearsal_cannot_see_is_as_even_or_full_as_in_the_forecast(model: Any, strategy: Any) -> None:
     assert_as_forecast(make_plan(model, **strategy))
@@ -165,8 +182,9 @@ def test_a_plan_for_gpus_is_rehearsed_without_one() -> None:
         (gpt2(vocab_size=96), {"tp": 2, "pp": 2, "dp": 2}, 2),
         (llama(), {"dp": 2, "context": {"degree": 4, "kind": "ring"}}, 1),
         (mixture(), {"dp": 4, "pp": 2, "zero": 1, "expert": {"degree": 2}}, 2),
+        (mixture(vocab_size=30), {"dp": 2, "tp": 2, "zero": 1, "expert": {"degree": 2, "tensor": 1}}, 1),
     ],
-    ids=["uneven vocabulary", "even", "ring", "experts over ranks"],
+    ids=["uneven vocabulary", "even", "ring", "experts over ranks", "whole experts"],
 )
 def test_every_rank_is_like_its_role(model: Any, strategy: dict[str, Any], num_roles: int) -> None:
     """Rehearse all ranks, one by one: as many of each kind are found as the roles say."""

@@ -5,6 +5,8 @@
     reduce_from            all-reduce           identity             replicated (output of a row-parallel layer)
     gather_last            all-gather, last     own slice            replicated
     scatter_last           own slice, last      all-gather           sharded
+    gather_first           all-gather, dim 0    own block            replicated
+    scatter_first          own block, dim 0     all-gather           sharded
     gather_first_partial   all-gather, dim 0    reduce-scatter       sharded
     reduce_scatter_first   reduce-scatter       all-gather           sharded along dim 0
     all_to_all_first       all-to-all, dim 0    all-to-all back      sharded; in two halves as all_to_all_first_start
@@ -56,6 +58,21 @@ def scatter_last(x: Tensor, axis: Axis) -> Tensor:
     """
     _check_divides("scatter_last", x.shape[-1], axis)
     return _apply(x, axis, _own_last, _join_last)
+
+
+def gather_first(x: Tensor, axis: Axis) -> Tensor:
+    """x [n, ...] of all P ranks as [n·P, ...], for replicated consumers. Adjoint: own block."""
+    return _apply(x, axis, _join_first, _own_first)
+
+
+def scatter_first(x: Tensor, axis: Axis) -> Tensor:
+    """Own block [n/P, ...] of a replicated x [n, ...]. Adjoint: all-gather along dim 0.
+
+    Raises:
+        InputError: the ranks do not divide dim 0.
+    """
+    _check_divides("scatter_first", x.shape[0], axis)
+    return _apply(x, axis, _own_first, _join_first)
 
 
 def gather_first_partial(x: Tensor, axis: Axis) -> Tensor:
@@ -192,6 +209,10 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 
 def _join_first(x: Tensor, axis: Axis) -> Tensor:
     return all_gather(x.new_empty((len(x) * axis.size, *x.shape[1:])), x.contiguous(), axis)
+
+
+def _own_first(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size)[axis.index].clone(memory_format=torch.contiguous_format)
 
 
 def _sum_own_first(x: Tensor, axis: Axis) -> Tensor:

@@ -35,6 +35,7 @@ from meshwright.core.axes import (
     DP_NODE,
     EDP,
     EP,
+    ETP,
     HEADS_AXES,
     MESH_ORDER,
     PP,
@@ -62,6 +63,7 @@ class SubAxes(TypedDict):
     dp_local: int
     tensor: Sequence[tuple[str, int]]
     ep: int
+    etp: int | None
     pp_ends: tuple[int, int]
     pp_mirrored: bool
 
@@ -167,6 +169,7 @@ class Mesh:
         dp_local: int | None = None,
         tensor: Sequence[tuple[str, int]] = (),
         ep: int = 1,
+        etp: int | None = None,
         pp_ends: tuple[int, int] | None = None,
         pp_mirrored: bool = False,
         ledger: Ledger | None = None,
@@ -180,7 +183,9 @@ class Mesh:
                 (axis `tp_kv`).
             dp_local: consecutive ranks of a dp × cp group that share a node (axes `dp_node`, `dp_across`); None: all.
             tensor: sub-axes of tp and their sizes, outermost first (`core.layouts.Grid.axes`).
-            ep: neighbours of a dp × cp group that share the experts of a layer (axes `ep`, `edp`, where more than one).
+            ep: ranks of a stage that share the experts of a layer, `etp` apart (axes `ep`, `edp`).
+            etp: neighbours of a stage that share each expert's width (axis `etp`); None: as many as tp. The three axes
+                are there where ep is more than one, or etp other than tp.
             pp_ends: pipeline ranks that hold the two ends of the model (axis `pp_ends`); None: the first and the last.
             pp_mirrored: whether the ranks r and p−1−r of a pipeline hold the same stages (axis `pp_mirror`).
             ledger: where calls are counted; a new one by default.
@@ -188,15 +193,15 @@ class Mesh:
 
         Raises:
             InputError: the product of the sizes is not the number of ranks, an unknown axis, or an axis that cannot
-                be cut into groups of `kv_replicas`, `dp_local`, `tensor` or `ep`.
+                be cut into groups of `kv_replicas`, `dp_local`, `tensor`, or `ep` × `etp`.
         """
-        full = _checked_sizes(sizes, kv_replicas, dp_local, tensor, ep)
+        full = _checked_sizes(sizes, kv_replicas, dp_local, tensor, ep, etp)
         rank, device = (dist.get_rank() if dist.is_initialized() else 0), _device()
         ledger = ledger or Ledger()
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         transports: dict[tuple[int, ...], Transport] = {}
         axes = {}
-        for name, lines in axis_groups(full, kv_replicas, dp_local, tensor, ep, pp_ends, pp_mirrored).items():
+        for name, lines in axis_groups(full, kv_replicas, dp_local, tensor, ep, etp, pp_ends, pp_mirrored).items():
             _create_groups(lines, prod(full.values()), groups)
             ranks = next(line for line in lines if rank in line)
             group = groups[ranks]
@@ -229,6 +234,7 @@ def axis_groups(
     dp_local: int | None = None,
     tensor: Sequence[tuple[str, int]] = (),
     ep: int = 1,
+    etp: int | None = None,
     pp_ends: tuple[int, int] | None = None,
     pp_mirrored: bool = False,
 ) -> dict[str, Groups]:
@@ -243,9 +249,7 @@ def axis_groups(
     for axis, stride, size in _sub_axes(tensor):
         groups[axis] = tuple(part for line in groups[TP] for part in _strided(line, stride, size))
         heads_stride = stride if axis in HEADS_AXES else heads_stride
-    if ep > 1:
-        groups[EP] = tuple(part for line in groups[DP_CP] for part in _parts(line, ep))
-        groups[EDP] = tuple(line[at::ep] for line in groups[DP_CP] for at in range(ep))
+    groups |= _expert_groups(sizes, ep, etp or sizes[TP])
     groups[TP_KV] = tuple(part for line in groups[TP] for part in _strided(line, heads_stride, kv_replicas))
     ends = pp_ends or (0, sizes[PP] - 1)
     mirrored = [(at, sizes[PP] - 1 - at) for at in range((sizes[PP] + 1) // 2)] if pp_mirrored else []
@@ -253,6 +257,20 @@ def axis_groups(
     groups[PP_MIRROR] = tuple(part for line in groups[PP] for part in _paired(line, mirrored))
     groups[WORLD] = (tuple(range(prod(sizes[axis] for axis in MESH_ORDER))),)
     return groups
+
+
+def _expert_groups(sizes: Mapping[str, int], ep: int, etp: int) -> dict[str, Groups]:
+    """Of each stage's ranks: etp neighbours, ep of such neighbours, and those that hold the same; nothing where experts
+    lie as all else does."""
+    if ep == 1 and etp == sizes[TP]:
+        return {}
+    size = sizes[DP] * sizes[CP] * sizes[TP]
+    stages = [tuple(range(start, start + size)) for start in range(0, prod(sizes.values()), size)]
+    return {
+        ETP: tuple(part for stage in stages for part in _parts(stage, etp)),
+        EP: tuple(part for stage in stages for part in _strided(stage, etp, ep)),
+        EDP: tuple(part for stage in stages for part in _strided(stage, etp * ep, size // (etp * ep))),
+    }
 
 
 def _lines(axis: str, sizes: Mapping[str, int]) -> Groups:
@@ -299,7 +317,12 @@ def _paired(line: tuple[int, ...], pairs: Iterable[tuple[int, int]]) -> Groups:
 
 
 def _checked_sizes(
-    sizes: Mapping[str, int], kv_replicas: int, dp_local: int | None, tensor: Sequence[tuple[str, int]], ep: int
+    sizes: Mapping[str, int],
+    kv_replicas: int,
+    dp_local: int | None,
+    tensor: Sequence[tuple[str, int]],
+    ep: int,
+    etp: int | None,
 ) -> dict[str, int]:
     unknown = [axis for axis in sizes if axis not in MESH_ORDER]
     if unknown:
@@ -309,8 +332,10 @@ def _checked_sizes(
     if product != world:
         factors = " × ".join(f"{axis}={size}" for axis, size in full.items())
         raise InputError(f"{factors} = {product} ranks, but this run has {world}; start {product} ranks")
-    if full[DP] * full[CP] % ep:
-        raise InputError(f"dp={full[DP]} × cp={full[CP]} ranks cannot form groups of {ep} that share experts")
+    together = ep * (etp or full[TP])
+    if full[DP] * full[CP] * full[TP] % together:
+        ranks = f"dp={full[DP]} × cp={full[CP]} × tp={full[TP]} ranks"
+        raise InputError(f"{ranks} cannot form groups of {together} that share experts")
     if full[TP] % kv_replicas:
         raise InputError(f"tp={full[TP]} ranks cannot form groups of {kv_replicas} key/value replicas")
     data = full[DP] * full[CP]

@@ -29,10 +29,14 @@ DP_NODE = "dp_node"
 DP_ACROSS = "dp_across"
 """The ranks of one dp (× cp) group at the same position of every node."""
 
+ETP = "etp"
+"""Expert tensor parallel: neighbours among the ranks of a stage, which share each expert's width; without a choice of
+its own those of tp."""
 EP = "ep"
-"""Expert parallel: neighbours among the dp (× cp) ranks, which share the experts of every layer and exchange tokens."""
+"""Expert parallel: ranks of a stage, as far apart as etp has ranks, which share the experts of every layer and exchange
+tokens."""
 EDP = "edp"
-"""The dp (× cp) ranks that hold the same experts."""
+"""The ranks of a stage that hold the same part of the same experts."""
 
 TP_KV = "tp_kv"
 """The ranks of one tp group that hold a replica of the same key/value heads (fewer than tp, or than a grid's side)."""
@@ -72,6 +76,7 @@ WHOLE_AXIS = {
     DP_ACROSS: DP,
     EP: DP,
     EDP: DP,
+    ETP: TP,
     TP_KV: TP,
     **dict.fromkeys(TENSOR_AXES, TP),
     PP_ENDS: PP,

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 
@@ -25,23 +26,40 @@ def experts(s: Strategy, model: ModelSpec) -> str | None:
     return None
 
 
-def expert_degree(s: Strategy, model: ModelSpec) -> str | None:
-    """Why the ranks of ep cannot share the experts."""
-    if s.expert.tensor not in (None, s.tp):
-        return f"expert.tensor={s.expert.tensor} with tp={s.tp}"
-    if s.ep == 1:
+def expert_degree(s: Strategy, model: ModelSpec, job: Job) -> str | None:
+    """Why the ranks of ep and etp cannot share the experts."""
+    if not s.spreads_experts:
         return None
-    for what, total in (("the experts", model.num_experts), ("the ranks dp × context.degree", s.data_ranks)):
-        if total % s.ep:
-            return f"expert.degree={s.ep} does not divide {what} {total}"
+    own = f"expert.degree={s.ep}" if s.et == s.tp else f"expert.tensor={s.et}"
+    if s.et != s.tp and (fault := _width(s, job)) is not None:
+        return fault
+    if model.num_experts % s.ep:
+        return f"expert.degree={s.ep} does not divide the experts {model.num_experts}"
+    if s.data_ranks * s.tp % (s.ep * s.et):
+        ranks = s.data_ranks if s.et == s.tp else s.data_ranks * s.tp
+        name, size = ("", s.ep) if s.et == s.tp else (f" × expert.tensor={s.et}", s.ep * s.et)
+        of = "dp × context.degree" if s.et == s.tp else "dp × context.degree × tp"
+        product = f" = {size}" if name else ""
+        return f"expert.degree={s.ep}{name}{product} does not divide the ranks {of} {ranks}"
     for name, is_set in (
         (f"`{model.name}`, which has no experts", not model.num_experts),
-        ("offload of states", s.offload.moves_states),
         (f"shard_over={s.shard_over}", s.shard_over != "all"),
         (f"schedule={s.schedule}", s.pipeline_schedule.is_asynchronous),
     ):
         if is_set:
-            return f"expert.degree={s.ep} with {name}"
+            return f"{own} with {name}"
+    return None
+
+
+def _width(s: Strategy, job: Job) -> str | None:
+    """Why each expert's width cannot be cut otherwise than over tp."""
+    if s.et % s.tp and s.tp % s.et:
+        return f"expert.tensor={s.et} and tp={s.tp}: neither divides the other"
+    if s.tensor.kind != "1d":
+        return f"expert.tensor={s.et} with tensor.kind={s.tensor.kind}"
+    if job.seq_length % (s.cp * s.tp):
+        whole = f"context.degree × tp = {s.cp * s.tp}" if s.cp > 1 else f"tp={s.tp}"
+        return f"expert.tensor={s.et}, and {whole} does not divide the tokens of a sequence {job.seq_length}"
     return None
 
 

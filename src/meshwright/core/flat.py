@@ -95,7 +95,7 @@ def make_buckets(
 
     Args:
         held: a rank's parameters in forward order.
-        dp: ranks of the data-parallel axis, times those of cp; the padded length is a multiple of it.
+        dp: what the padded length is a multiple of: ranks of the data-parallel axis, times those of cp.
         cap_bytes: size at which a bucket is closed.
         gradient_bytes: bytes that a rank holds of one gradient element; what `cap_bytes` is compared with.
         by_block: a bucket holds what one block of the model needs (for each kind of partial gradient), whatever its
@@ -127,7 +127,7 @@ def rank_buckets(spec: ModelSpec, strategy: Strategy, at: Mapping[str, int]) -> 
 def held_buckets(held: Iterable[Placement], strategy: Strategy) -> tuple[Bucket, ...]:
     """The buckets of a rank that holds these placements, as the strategy cuts them."""
     cap_bytes, gradient_bytes = strategy.bucket_bytes, strategy.recipe.gradient_bytes
-    return make_buckets(held, strategy.data_ranks, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
+    return make_buckets(held, strategy.bucket_multiple, cap_bytes, gradient_bytes, by_block=strategy.zero >= 2)
 
 
 def padded(buckets: Iterable[Bucket], dp: int) -> tuple[Bucket, ...]:

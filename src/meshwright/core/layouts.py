@@ -66,9 +66,9 @@ class Expert(Value):
     """How the experts of a layer are divided over ranks."""
 
     degree: int = Field(default=1, gt=0)
-    """Ranks that share the experts of each layer, neighbours among those of dp: each has its own, and tokens travel."""
+    """Ranks that share the experts of each layer: each has its own, and tokens travel."""
     tensor: int | None = Field(default=None, gt=0)
-    """Ranks that share each expert's width; None: those of tp."""
+    """Ranks that share each expert's width, neighbours among all of a stage; None: those of tp."""
 
 
 @dataclass(frozen=True, slots=True)

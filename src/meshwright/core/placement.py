@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.core.axes import PP, PP_ENDS, PP_MIRROR, TP, TP_KV
+from meshwright.core.axes import ETP, PP, PP_ENDS, PP_MIRROR, TP, TP_KV
 from meshwright.core.layouts import CUT_BY_1D, Grid
 from meshwright.core.model import ModelSpec, ParamSpec
 from meshwright.core.strategy import Strategy
@@ -56,7 +56,7 @@ class Placement:
     stages: tuple[int, ...] = (0,)
     """Pipeline stages of this rank that use it, ascending: two where it holds both ends of a tied embedding."""
     is_spread: bool = False
-    """Whether ranks of ep hold different boxes of it: then it is replicated over edp only."""
+    """Whether it is divided over ep and etp: then it is replicated over edp only."""
 
     @property
     def key(self) -> str:
@@ -134,7 +134,7 @@ def _is_used(spec: ModelSpec, param: ParamSpec, ends: tuple[bool, bool]) -> bool
 
 def _partial_axes(spec: ModelSpec, param: ParamSpec, strategy: Strategy, is_mirrored: bool) -> tuple[str, ...]:
     axes: list[str] = []
-    if strategy.tp > 1:
+    if strategy.tp > 1 and not is_spread(param, strategy):
         is_partial = "head_dim" in param.dims or strategy.tensor.kind != "1d" or strategy.sequence == "megatron"
         if is_partial:  # q/k norms see only the local heads; the others of these kinds only a part of the tokens
             axes += strategy.grid.replicas(param)
@@ -161,6 +161,8 @@ def _is_owned(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping
             return False
     elif _is_tied(spec, param) and at[PP] != strategy.end_ranks[0]:
         return False
+    if is_spread(param, strategy):
+        return True
     grid = strategy.grid
     positions = grid.coordinates(at[TP])
     if _has_kv_replicas(spec, param, strategy) and positions[grid.heads_axis] % kv_group(spec, strategy):
@@ -229,15 +231,16 @@ def _held(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str
 
 
 def is_spread(param: ParamSpec, strategy: Strategy) -> bool:
-    """Whether the ranks of ep divide a parameter: a matrix of all experts."""
-    return strategy.ep > 1 and "experts" in param.dims
+    """Whether the ranks of ep and etp divide a parameter: a matrix of all experts."""
+    return strategy.spreads_experts and "experts" in param.dims
 
 
 def _own_box(spec: ModelSpec, param: ParamSpec, strategy: Strategy, at: Mapping[str, int]) -> Box:
-    box = param_box(spec, param, strategy.grid, at[TP])
     if not is_spread(param, strategy):
-        return box
-    first, count = even_split(box.sizes[0], strategy.ep, strategy.data_index(at) % strategy.ep)
+        return param_box(spec, param, strategy.grid, at[TP])
+    _, ep, etp = strategy.expert_position(at)
+    box = param_box(spec, param, Grid("1d", ((ETP, strategy.et),)), etp)
+    first, count = even_split(box.sizes[0], strategy.ep, ep)
     return Box((first, *box.offsets[1:]), (count, *box.sizes[1:]))
 
 

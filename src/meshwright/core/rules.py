@@ -70,11 +70,13 @@ def _kv(c: Case) -> str | None:
 
 def _ffn(c: Case) -> str | None:
     model, (name, tp) = c.model, cut(c.strategy)
-    widths = (("the experts' width", model.expert_size), ("the shared experts' width", model.shared_ffn_size or tp))
-    for what, width in (("the feed-forward width", model.ffn_size), *(widths if model.num_experts else ())):
-        if (fault := _divides(what, width, name, tp)) is not None:
-            return fault
-    return None
+    by = (name, tp) if c.strategy.et == c.strategy.tp else ("expert.tensor", c.strategy.et)
+    widths = (
+        ("the experts' width", model.expert_size, *by),
+        ("the shared experts' width", model.shared_ffn_size or tp, name, tp),
+    )
+    all_widths = (("the feed-forward width", model.ffn_size, name, tp), *(widths if model.num_experts else ()))
+    return next((fault for each in all_widths if (fault := _divides(*each)) is not None), None)
 
 
 def _latent(c: Case) -> str | None:
@@ -298,11 +300,12 @@ RULES = (
     ),
     Rule(
         "expert-degree",
-        "expert.degree divides the experts and the ranks dp × context.degree; expert.tensor is tp; no offload of "
-        "states, sharding over a node or asynchronous schedule beside it",
+        "expert.degree divides the experts, and times expert.tensor the ranks dp × context.degree × tp; expert.tensor "
+        "divides tp or is a multiple of it, and if it is not tp, tp (× context.degree) divides seq_length; beside them "
+        "no sharding over a node, grid or asynchronous schedule",
         "each rank holds equally many experts of every layer, whose gradients are summed over the ranks that hold them "
-        "too",
-        lambda c: expert_degree(c.strategy, c.model),
+        "too, and has equally many tokens",
+        lambda c: expert_degree(c.strategy, c.model, c.job),
     ),
     Rule(
         BALANCE,

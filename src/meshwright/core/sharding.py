@@ -45,28 +45,24 @@ class Sharding:
     levels: tuple[Level, ...]
     """All levels: what divides a bucket into one part for every dp rank."""
 
-    ep: int = 1
-    """Neighbours on dp that hold other experts."""
-
     @property
     def num_shards(self) -> int:
         """Parts of a bucket that different ranks keep."""
         return prod(level.size for level in self.scatter) if self.stays_scattered else 1
 
-    def own(self, numel: int, data_index: int) -> Range:
-        """The part of a bucket of `numel` elements that the rank at `data_index` updates."""
-        return _part(numel, self.scatter if self.stays_scattered else (), self._positions(data_index))
+    def own(self, numel: int, index: int) -> Range:
+        """The part of a bucket of `numel` elements that the rank at `index` (`Strategy.shard_index`) updates."""
+        return _part(numel, self.scatter if self.stays_scattered else (), self._positions(index))
 
-    def counted(self, numel: int, data_index: int) -> Range:
+    def counted(self, numel: int, index: int) -> Range:
         """The part, within its own, that it alone counts in norms and saves in checkpoints."""
-        return _part(numel, self.levels, self._positions(data_index))
+        return _part(numel, self.levels, self._positions(index))
 
-    def _positions(self, data_index: int) -> dict[str, int]:
+    def _positions(self, index: int) -> dict[str, int]:
         """Level's axis → position on it. Ranks of a node follow one another on dp."""
         local = next((level.size for level in self.levels if level.axis == DP_NODE), 1)
-        across, node = divmod(data_index, local)
-        positions = {DP: data_index, DP_CP: data_index, DP_NODE: node, DP_ACROSS: across}
-        return positions | {EDP: data_index // self.ep}
+        across, node = divmod(index, local)
+        return {DP: index, DP_CP: index, EDP: index, DP_NODE: node, DP_ACROSS: across}
 
 
 def _part(numel: int, levels: tuple[Level, ...], positions: dict[str, int]) -> Range:
@@ -85,14 +81,14 @@ def sharding(strategy: Strategy, is_spread: bool = False) -> Sharding:
     """
     s = strategy
     if is_spread:
-        return _spread(s.data_ranks // s.ep, s.zero > 0, s.ep)
+        return _spread(s.expert_replicas, s.zero > 0)
     return _whole(Level(s.data_axis, s.data_ranks), s.dp_local, s.zero > 0, s.shard_over == "all")
 
 
 @lru_cache(maxsize=1024)
-def _spread(num_replicas: int, zero: bool, ep: int) -> Sharding:
+def _spread(num_replicas: int, zero: bool) -> Sharding:
     own = (Level(EDP, num_replicas),)
-    return Sharding(own if zero else (), () if zero else own, zero, own, ep)
+    return Sharding(own if zero else (), () if zero else own, zero, own)
 
 
 @lru_cache(maxsize=1024)

@@ -176,6 +176,45 @@ class Strategy(Value):
         """Ranks that share the experts of a layer."""
         return self.expert.degree
 
+    @property
+    def et(self) -> int:
+        """Ranks that share each expert's width."""
+        return self.expert.tensor or self.tp
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts lie on the ranks of a stage otherwise than the layers' other parts do."""
+        return self.ep > 1 or self.et != self.tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that hold the same part of the same experts."""
+        return max(1, self.data_ranks * self.tp // (self.ep * self.et))
+
+    @property
+    def sequences_together(self) -> int:
+        """So many times its own sequences have tokens on the ranks that share an expert's width."""
+        return -(-self.et // (self.cp * self.tp))
+
+    @property
+    def expert_dp(self) -> int:
+        """Data-parallel ranks that the experts need at least."""
+        return self.ep * max(1, self.et // self.tp)
+
+    @property
+    def bucket_multiple(self) -> int:
+        """What a bucket's length is a multiple of, so that all that may divide it do so evenly."""
+        return self.data_ranks if self.et == self.tp else lcm(self.data_ranks, self.expert_replicas)
+
+    def expert_position(self, at: Mapping[str, int]) -> tuple[int, int, int]:
+        """(edp, ep, etp) of the rank at mesh coordinates `at`: its stage's ranks in order, etp innermost."""
+        rest, etp = divmod(self.data_index(at) * self.tp + at.get(TP, 0), self.et)
+        return *divmod(rest, self.ep), etp
+
+    def shard_index(self, at: Mapping[str, int], is_spread: bool = False) -> int:
+        """Position among the ranks that hold the same parameters, or, if `is_spread`, the same experts."""
+        return self.expert_position(at)[0] if is_spread else self.data_index(at)
+
     def data_index(self, at: Mapping[str, int]) -> int:
         """Position on :attr:`data_axis` of the rank at mesh coordinates `at`."""
         return at[DP] * self.cp + at.get(CP, 0)
@@ -196,7 +235,8 @@ class Strategy(Value):
     def token_parts(self) -> int:
         """What the tokens of a sequence must be a multiple of, so that ranks can divide them."""
         pieces = 2 * self.cp if self.cp > 1 and self.context.balance == "zigzag" else 1
-        return lcm(self.hidden_parts[1], pieces)
+        by_block = 1 if self.et == self.tp else self.cp * self.tp
+        return lcm(self.hidden_parts[1], pieces, by_block)
 
     @property
     def dp_local(self) -> int:
@@ -333,9 +373,7 @@ class Strategy(Value):
         schedule = f" {self.schedule}{chunks}" if has_order else ""
         batch = f" m{self.num_micro_batches}×b{self.micro_batch_size}"
         zero = f"zero{self.zero}{self._zero_choices()}"
-        degrees = (
-            f"D{self.dp}{f' E{self.ep}' if self.ep > 1 else ''}{self._context()} T{self.tp}{self._tensor()} P{self.pp}"
-        )
+        degrees = f"D{self.dp}{self._expert()}{self._context()} T{self.tp}{self._tensor()} P{self.pp}"
         return f"{degrees} {zero}{schedule}{batch}{self._recompute()} {self.precision}"
 
     def _recompute(self) -> str:
@@ -345,6 +383,12 @@ class Strategy(Value):
         first = f" first {self.recompute_layers}" if self.recompute_layers else ""
         together = f" by {self.recompute_group}" if self.recompute_group > 1 else ""
         return (" recompute" if self.recompute == "full" else " selective") + first + together
+
+    def _expert(self) -> str:
+        """` E4`, ` E4 by 1` where an expert's width is cut otherwise than tp cuts."""
+        if not self.spreads_experts:
+            return ""
+        return f" E{self.ep}" + (f" by {self.et}" if self.et != self.tp else "")
 
     def _context(self) -> str:
         """` C4 ring zigzag`."""

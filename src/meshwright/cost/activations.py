@@ -126,7 +126,7 @@ def _sizes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> _Sizes:
         head_dim=spec.head_dim,
         values=local("heads", spec.values_size),
         ffn=local("ffn", spec.ffn_size),
-        expert_ffn=local("ffn", spec.expert_size),
+        expert_ffn=-(-spec.expert_size // (strategy.et if strategy.tensor.kind == "1d" else grid.side)),
         shared_ffn=local("ffn", spec.shared_ffn_size or 0),
         vocab=local("vocab", spec.vocab_size),
         element_bytes=strategy.recipe.parameter_bytes,
@@ -177,17 +177,24 @@ def choices_per_token(spec: ModelSpec) -> int:
     return spec.experts_per_token if spec.gate.chooses == "tokens" else spec.num_experts
 
 
-def expert_rows(spec: ModelSpec, b: int, s: int, cp: int = 1) -> int:
-    """Rows that pass the experts of a layer of `b` sequences of `s` tokens, if their loads are even; of one of `cp`
-    shares of each sequence, as many as there may be."""
-    gate, k = spec.gate, spec.experts_per_token
+def expert_tokens(strategy: Strategy, b: int, s: int) -> int:
+    """Tokens whose rows pass a rank's experts of a layer, of `b` sequences of `s` tokens: those of all ranks that share
+    an expert's width."""
+    return b * s * strategy.et // (strategy.cp * strategy.tp)
+
+
+def expert_rows(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
+    """Rows of them, if their loads are even; where a capacity is of sequences that lie elsewhere too, as many as there
+    may be."""
+    gate, k, tokens = spec.gate, spec.experts_per_token, expert_tokens(strategy, b, s)
     if not gate.has_capacity:
-        return b * (s // cp) * k
-    return b * min((s // cp) * choices_per_token(spec), spec.num_experts * gate.capacity(s, spec.num_experts, k))
+        return tokens * k
+    room = b * strategy.sequences_together * spec.num_experts * gate.capacity(s, spec.num_experts, k)
+    return min(tokens * choices_per_token(spec), room)
 
 
 def _rows(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> _Sizes:
-    count = expert_rows(spec, b, s, strategy.cp)
+    count = expert_rows(spec, strategy, b, s)
     return replace(z, tokens=count, between=count)
 
 
@@ -195,7 +202,8 @@ def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int
     """Router, rows by expert with what is inside and behind the experts, shared experts. The router's are of this
     rank's tokens, the experts' of those of all tp ranks."""
     rows, gate = _rows(spec, strategy, z, b, s), spec.gate
-    choices, own_choices = (tokens * choices_per_token(spec) for tokens in (z.tokens, z.between))
+    choices = expert_tokens(strategy, b, s) * choices_per_token(spec)
+    own_choices = z.between * choices_per_token(spec)
     inside = _gated_terms(rows, z.expert_ffn) if spec.has_gated_experts else _plain_terms(rows, z.expert_ffn)
     has_shares = strategy.hidden_parts[1] > 1 and gate.balances_sequences
     terms = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meshwright.core.axes import CP, EP, PP, PP_MIRROR, TP
+from meshwright.core.axes import CP, EP, ETP, PP, PP_MIRROR, TP
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
-from meshwright.cost.activations import choices_per_token, expert_rows
+from meshwright.cost.activations import choices_per_token, expert_rows, expert_tokens
 
 COUNT_BYTES = 8
 """Rows for each expert are counted in int64."""
@@ -36,28 +36,56 @@ def _num_calls(model: ModelSpec, strategy: Strategy, stage: int) -> tuple[int, i
 def add_tensor_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int, hidden: int) -> None:
     """What layers of experts add to two sums per layer and direction over tp: those of shared experts, and what is of
     each token's choices. Without sequence parallelism that is the gradient of their weights; with it weights and
-    experts are gathered, and these gradients scattered.
+    experts are gathered, and these gradients scattered. Where the experts' width is cut otherwise, their sums over tp
+    are none; without sequence parallelism outputs are gathered over tp, and gradients of what went in.
 
     Args:
         hidden: bytes of a hidden state of all tp ranks' tokens.
     """
     layers, again = _num_calls(model, strategy, stage)
-    has_shared = model.shared_ffn_size is not None
+    tp, is_cut, is_apart = strategy.tp, strategy.sequence == "megatron", strategy.et != strategy.tp
+    num_shared = model.shared_ffn_size is not None
     choices = strategy.micro_batch_size * (job.seq_length // strategy.cp) * choices_per_token(model)
     weights = choices * strategy.recipe.statistic_bytes
-    if strategy.sequence != "megatron":
-        for phase, times in (("forward", layers), ("recompute", again), ("backward", layers)):
-            total.add("all_reduce", TP, phase, hidden, strategy.tp, times * has_shared)
-        total.add("all_reduce", TP, "backward", weights, strategy.tp, layers)
-        return
     for phase, times in (("forward", layers), ("recompute", again)):
-        for primitive in ("all_gather", "reduce_scatter"):
-            total.add(primitive, TP, phase, hidden, strategy.tp, times * has_shared)
-        total.add("all_gather", TP, phase, weights, strategy.tp, times)
-        total.add("all_gather", TP, phase, choices * CHOICE_BYTES, strategy.tp, times)
-    total.add("all_gather", TP, "backward", hidden, strategy.tp, 2 * layers * has_shared)
-    total.add("reduce_scatter", TP, "backward", hidden, strategy.tp, layers * has_shared)
-    total.add("reduce_scatter", TP, "backward", weights, strategy.tp, layers)
+        for primitive in ("all_gather", "reduce_scatter") if is_cut else ("all_reduce",):
+            total.add(primitive, TP, phase, hidden, tp, times * (num_shared - is_apart))
+        total.add("all_gather", TP, phase, hidden, tp, times * (is_apart and not is_cut))
+    if is_cut:
+        total.add("all_gather", TP, "backward", hidden, tp, layers * (2 * num_shared - is_apart))
+        total.add("reduce_scatter", TP, "backward", hidden, tp, layers * (num_shared - is_apart))
+    else:
+        total.add("all_reduce", TP, "backward", hidden, tp, layers * (num_shared - is_apart))
+        for each in (hidden, weights):
+            total.add("all_gather", TP, "backward", each, tp, layers * is_apart)
+        total.add("all_reduce", TP, "backward", weights, tp, layers * (not is_apart))
+    if is_apart:
+        _add_width_traffic(total, model, job, strategy, ETP, (layers, again))
+    elif is_cut:
+        _add_width_traffic(total, model, job, strategy, TP, (layers, again), has_hidden=False)
+
+
+def _add_width_traffic(
+    total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, axis: str, calls: tuple[int, int], *,
+    has_hidden: bool = True,
+) -> None:  # fmt: skip
+    """Tokens, weights and choices of the ranks that share an expert's width: gathered, and their outputs scattered.
+
+    Args:
+        calls: of layers, forward and again in backward.
+        has_hidden: whether hidden states are not among those of `cost.traffic` already.
+    """
+    tokens, (layers, again) = expert_tokens(strategy, strategy.micro_batch_size, job.seq_length), calls
+    hidden = tokens * model.hidden_size * strategy.recipe.parameter_bytes
+    weights = tokens * choices_per_token(model) * strategy.recipe.statistic_bytes
+    choices = tokens * choices_per_token(model) * CHOICE_BYTES
+    for phase, times in (("forward", layers), ("recompute", again)):
+        for each, count in ((weights, times), (choices, times), (hidden, times * has_hidden)):
+            total.add("all_gather", axis, phase, each, strategy.et, count)
+        total.add("reduce_scatter", axis, phase, hidden, strategy.et, times * has_hidden)
+    total.add("reduce_scatter", axis, "backward", weights, strategy.et, layers)
+    for primitive in ("all_gather", "reduce_scatter"):
+        total.add(primitive, axis, "backward", hidden, strategy.et, layers * has_hidden)
 
 
 def add_sequence_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
@@ -85,7 +113,7 @@ def add_exchange_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: S
     layers, again = _num_calls(model, strategy, stage)
     if strategy.ep == 1 or not layers:
         return
-    rows = expert_rows(model, strategy.micro_batch_size, job.seq_length, strategy.cp)
+    rows = expert_rows(model, strategy, strategy.micro_batch_size, job.seq_length)
     payload_bytes = exchange_bytes(rows, model.hidden_size, strategy.recipe.parameter_bytes)
     for phase, times, has_counts in (("forward", layers, 1), ("recompute", again, 1), ("backward", layers, 0)):
         total.add("all_to_all", EP, phase, COUNT_BYTES * model.num_experts, strategy.ep, times * has_counts)

@@ -207,7 +207,8 @@ def layer_kernels(
     drops_scores = stack.dropout or job.attention_dropout > 0
     is_fused = stack.fused_attention and not job.attention_dropout  # whose probabilities are nowhere to be dropped
     fusion = _Fusion(is_fused, stack.attention_share, stack.dropout, drops_scores)
-    return _kernels(spec, _shape(spec, job, strategy), strategy.tp, rates, fusion, spec.is_sparse(layer))
+    cuts = strategy.tp, strategy.et
+    return _kernels(spec, _shape(spec, job, strategy), cuts, rates, fusion, spec.is_sparse(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +222,16 @@ class _Fusion:
 
 
 @lru_cache(maxsize=4096)
-def _kernels(spec: ModelSpec, z: _Shape, tp: int, rates: Rates, fusion: _Fusion, is_sparse: bool) -> LayerKernels:
-    """A planner asks for the same layers in every pipeline."""
+def _kernels(
+    spec: ModelSpec, z: _Shape, cuts: tuple[int, int], rates: Rates, fusion: _Fusion, is_sparse: bool
+) -> LayerKernels:
+    """A planner asks for the same layers in every pipeline.
+
+    Args:
+        cuts: into how many parts the layer's widths are cut, and those of its experts.
+    """
     attention = _fused_attention(z, rates, fusion) if fusion.fused_attention else _unfused_attention(z, rates, fusion)
-    inner = _expert_products(spec, z, tp, rates) if is_sparse else _mlp_products(z, z.ffn, rates)
+    inner = _expert_products(spec, z, cuts, rates) if is_sparse else _mlp_products(z, z.ffn, rates)
     streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, fusion))
     return LayerKernels(
         products=_projections(spec, z, rates) + inner,
@@ -255,10 +262,11 @@ def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
     return up + rates.layer_product(z.tokens, z.hidden, ffn)
 
 
-def _expert_products(spec: ModelSpec, z: _Shape, tp: int, rates: Rates) -> Seconds:
+def _expert_products(spec: ModelSpec, z: _Shape, cuts: tuple[int, int], rates: Rates) -> Seconds:
     """Each expert's rows by themselves, evenly loaded; the router; what every token passes."""
-    ffn = largest_part(spec, "ffn", spec.expert_size, tp)
-    rows, num = z.tokens * spec.experts_per_token / spec.num_experts, spec.num_experts
+    tp, et = cuts
+    ffn = -(-spec.expert_size // et)
+    rows, num = z.tokens * et / tp * spec.experts_per_token / spec.num_experts, spec.num_experts
     matrices = 2 if spec.has_gated_experts else 1
     total = rates.layer_product(rows, matrices * ffn, z.hidden, num) + rates.layer_product(rows, z.hidden, ffn, num)
     total += rates.product(z.b * z.between, spec.num_experts, z.hidden)

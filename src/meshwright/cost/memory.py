@@ -14,7 +14,7 @@ from itertools import accumulate, chain, groupby
 from meshwright.core.axes import PP
 from meshwright.core.flat import Bucket, gradient_pool, parameter_pool, rank_buckets
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, SequenceKind, Tensor
+from meshwright.core.layouts import Context, Expert, SequenceKind, Tensor
 from meshwright.core.measures import MemoryBreakdown
 from meshwright.core.model import ModelSpec
 from meshwright.core.offload import TierTraffic
@@ -68,7 +68,7 @@ def constant_memory(
 
     state_bytes = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
     num_versions = strategy.pipeline_schedule.num_versions(strategy.pipeline, at[PP])
-    moved, offload = offload_forecast(strategy, job.optimizer, buckets, strategy.data_index(at)), strategy.offload
+    moved, offload = offload_forecast(strategy, job.optimizer, buckets, at), strategy.offload
     return MemoryBreakdown(
         parameters_bytes=held(3) * recipe.parameter_bytes * (offload.parameters == "none") * num_versions,
         gradients_bytes=(shard if strategy.reduces_each else whole)
@@ -172,7 +172,7 @@ def moved_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> 
 
 
 def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
-    kinds = strategy.tensor, strategy.context, strategy.precision, strategy.sequence, strategy.keeps_operands
+    kinds = strategy.et, strategy.tensor, strategy.context, strategy.precision, strategy.sequence, strategy.keeps_operands
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
@@ -402,6 +402,7 @@ def _loss_numbers(job: Job) -> int:
 def _one_micro_batch(
     model: ModelSpec,
     tp: int,
+    et: int,
     tensor: Tensor,
     context: Context,
     precision: Precision,
@@ -414,6 +415,7 @@ def _one_micro_batch(
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
     recompute: Recompute = "selective" if tensor.kind == "3d" and not keeps_operands else "none"
     layout = {"tp": tp, "tensor": tensor, "context": context, "precision": precision, "sequence": sequence}
+    layout |= {"expert": Expert(tensor=et)}
     alone = Strategy.model_validate({**layout, "recompute": recompute})
 
     def of_layer(layer: int) -> _LayerBytes:

@@ -15,7 +15,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.core.axes import CP, DP, DP_ACROSS, DP_CP, DP_NODE, EDP, EP, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
+from meshwright.core.axes import (
+    CP,
+    DP,
+    DP_ACROSS,
+    DP_CP,
+    DP_NODE,
+    EDP,
+    EP,
+    ETP,
+    PP,
+    PP_ENDS,
+    PP_MIRROR,
+    TP,
+    TP_KV,
+    WORLD,
+)
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.measures import wire_bytes
 from meshwright.core.model import ModelSpec
@@ -106,8 +121,9 @@ def _stride(axis: str, strategy: Strategy) -> int:
         CP: strategy.tp,
         DP: strategy.cp * strategy.tp,
         DP_CP: strategy.tp,
-        EP: strategy.tp,
-        EDP: strategy.tp * strategy.ep,
+        ETP: 1,
+        EP: strategy.et,
+        EDP: strategy.et * strategy.ep,
         DP_NODE: strategy.tp,
         DP_ACROSS: strategy.tp * strategy.dp_local,
         PP: per_stage,

@@ -11,9 +11,10 @@ Sources: Ren et al. 2021 §4 (ZeRO-Offload), Rajbhandari et al. 2021 §4.2, §5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.core.axes import DP
 from meshwright.core.cluster import ClusterSpec, Tier
 from meshwright.core.flat import Bucket
 from meshwright.core.offload import (
@@ -101,13 +102,13 @@ def offload_forecast(
     strategy: Strategy,
     optimizer: str,
     buckets: Sequence[Bucket],
-    dp_index: int = 0,
+    at: Mapping[str, int] | None = None,
     *,
     num_gathers: int | None = None,
     num_reductions: int | None = None,
     group_numel: int | None = None,
 ) -> OffloadForecast:
-    """Of the rank at `dp_index` that holds `buckets`.
+    """Of the rank at mesh coordinates `at` (None: the first) that holds `buckets`.
 
     Args:
         optimizer: `adamw` or `sgd`.
@@ -118,18 +119,23 @@ def offload_forecast(
     Raises InputError as :func:`core.offload.stored_kinds` does.
     """
     stored = stored_kinds(strategy.recipe, optimizer, strategy.offload)
-    way, sized = sharding(strategy), group_numel or strategy.offload.group_numel
-    own = tuple(way.own(bucket.numel, dp_index) for bucket in buckets) if stored else ()
+    sized = group_numel or strategy.offload.group_numel
+    own = tuple(_own(strategy, bucket, at or {DP: 0}) for bucket in buckets) if stored else ()
     parts = tuple(
         BucketPart(
             cut_groups(bucket.segments(start, stop), start, stop, sized),
             _gathers(strategy, bucket) if num_gathers is None else num_gathers,
             strategy.num_micro_batches if num_reductions is None else num_reductions,
-            int(bool(bucket.sum_over or way.replicate)),
+            int(bool(bucket.sum_over or sharding(strategy, bucket.is_spread).replicate)),
         )
         for bucket, (start, stop) in zip(buckets, own, strict=bool(stored))
     )
     return OffloadForecast(stored, parts, own, strategy.offload.delayed)
+
+
+def _own(strategy: Strategy, bucket: Bucket, at: Mapping[str, int]) -> Range:
+    index = strategy.shard_index(at, bucket.is_spread)
+    return sharding(strategy, bucket.is_spread).own(bucket.numel, index)
 
 
 def _gathers(strategy: Strategy, bucket: Bucket) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
-from meshwright.core.axes import DP_ACROSS, DP_CP, DP_NODE, EDP, EP, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
+from meshwright.core.axes import DP_ACROSS, DP_CP, DP_NODE, EDP, EP, ETP, PP, PP_ENDS, PP_MIRROR, TP, TP_KV, WORLD
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -37,7 +37,8 @@ def group_sizes(model: ModelSpec, strategy: Strategy) -> dict[str, int]:
         **strategy.grid.sizes,
         DP_CP: strategy.data_ranks,
         EP: strategy.ep,
-        EDP: strategy.data_ranks // strategy.ep,
+        ETP: strategy.et,
+        EDP: strategy.expert_replicas,
         DP_NODE: strategy.dp_local,
         DP_ACROSS: strategy.data_ranks // strategy.dp_local,
         TP_KV: kv_group(model, strategy),

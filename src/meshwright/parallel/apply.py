@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
-from meshwright.core.axes import CP, DP, EP, PP, PP_MIRROR, TP, WORLD
+from meshwright.core.axes import CP, DP, EP, ETP, PP, PP_MIRROR, TP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.job import Job
@@ -95,7 +95,7 @@ class ParallelModel:
         self.routers = _routers(model, spec, strategy, mesh)
         """Of a mixture of experts."""
         if strategy.tensor.kind == "1d":
-            tensor.apply(model, spec, mesh[TP], strategy.sequence)
+            tensor.apply(model, spec, mesh[TP], strategy.sequence, _width(strategy, mesh))
         else:
             grids.apply(model, spec, strategy.grid, mesh, strategy.keeps_operands)
         self.masks = Masks(job.dropout, 0, part, job.attention_dropout)
@@ -377,6 +377,13 @@ def _part(strategy: Strategy, mesh: Mesh) -> Part:
         features=mesh[grid.hidden_axes[0]].index if grid.hidden_axes else 0,
         heads=mesh[grid.vocab_axis].index,
     )
+
+
+def _width(strategy: Strategy, mesh: Mesh) -> experts.Width | None:
+    """Of experts that are cut otherwise than over tp."""
+    if strategy.et == strategy.tp:
+        return None
+    return experts.Width(mesh[ETP], strategy.sequences_together)
 
 
 def _hidden_shape(spec: ModelSpec, strategy: Strategy) -> Callable[[torch.Size], tuple[int, int, int]]:

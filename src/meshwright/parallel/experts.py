@@ -1,5 +1,5 @@
-"""Experts over ranks: each expert cut over tp, its first products by columns, its last one by rows; and different
-experts on different ranks of ep (Lepikhin et al. 2020, GShard; Fedus et al. 2021).
+"""Experts over ranks: each expert cut over etp, its first products by columns, its last one by rows; and different
+experts on different ranks of ep (Lepikhin et al. 2020, GShard; Fedus et al. 2021). Without a choice, etp is tp.
 
 What it divides:
 
@@ -9,6 +9,12 @@ What it divides:
 All ranks of a tp group route alike: router and weights are whole on each. So a token's output is summed over tp once,
 after its experts' outputs were, and the gradient of the weights too. With Megatron's sequence parallelism each routes
 its own tokens, and the experts take those of all tp ranks: x, weights and choices are gathered, and y is scattered.
+Where etp is not tp, every rank of a stage has tokens of its own: those of a sequence's share, or, where the tp ranks
+route alike, a block of all, which they gather again behind the experts. The ranks of an etp group gather theirs, and y
+is scattered over etp:
+
+    x [T,h] ──own block──▶ [T/t,h] ──gather, etp──▶ rows · part of an expert ──reduce-scatter, etp──▶ ──gather, tp──▶ y
+
 With ep, rank q holds experts q·E/e to (q+1)·E/e, and tokens travel:
 
     rows by expert [n,h] ──all-to-all──▶ rows for own experts, of each rank in turn ─▶ experts ─▶ ──all-to-all──▶ [n,h]
@@ -18,13 +24,14 @@ and while gradients travel back, backward. Rows are copied nowhere but in front 
 one rank after the other are multiplied as they lie. An expert's gradient has summed over the tokens of all ranks of ep,
 so that it is summed over edp only.
 What it needs: rules `tp-ffn`, `experts`, `expert-degree`. What it costs: as an MLP, and backward k numbers per token
-more over tp; over ep two exchanges of k·T rows forward and two backward; `cost.experts`.
+more over tp; over ep two exchanges of k·T rows forward and two backward; over etp what `cut` says; `cost.experts`.
+Source of two meshes over the same ranks: Liu et al. 2025 (MoE parallel folding).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +44,11 @@ from meshwright.comm.differentiable import (
     all_to_all_first_start,
     arrived,
     copy_to,
+    gather_first,
     gather_first_partial,
     reduce_from,
     reduce_scatter_first,
+    scatter_first,
 )
 from meshwright.comm.mesh import Axis
 from meshwright.core.layouts import SequenceKind
@@ -130,26 +139,58 @@ def share(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> None:
             experts.register_forward_hook(lambda _, inputs, out: all_reduce(out, axis))
 
 
-def cut(experts: nn.Module, axis: Axis, sequence: SequenceKind = "none") -> None:
+@dataclass(frozen=True, slots=True)
+class Width:
+    """Over which ranks each expert's width is cut, where they are not those of tp.
+
+    Attributes:
+        axis: etp.
+        num_sequences: so many times a rank's own sequences have tokens on its ranks.
+    """
+
+    axis: Axis
+    num_sequences: int = 1
+
+
+def cut(experts: nn.Module, axis: Axis, sequence: SequenceKind = "none", width: Width | None = None) -> None:
     """Let a layer's experts take and give whole inputs and outputs over tp, or a rank's tokens of them. Weights are cut
-    by placement."""
-    if sequence == "megatron":
-        experts.register_forward_pre_hook(lambda _, inputs: _together(*inputs, axis))
-        experts.register_forward_hook(lambda _, inputs, out: reduce_scatter_first(out, axis))
-    else:
+    by placement.
+
+    Args:
+        axis: tp.
+        width: None: it is cut over tp.
+    """
+    if width is None and sequence == "none":
         experts.register_forward_pre_hook(lambda _, inputs: (*(copy_to(x, axis) for x in inputs[:2]), *inputs[2:]))
         experts.register_forward_hook(lambda _, inputs, out: reduce_from(out, axis))
+        return
+    over = width or Width(axis)
+    if sequence == "none" and axis.size > 1:
+        experts.register_forward_pre_hook(lambda _, inputs: _apart(*inputs, axis))
+    if over.axis.size > 1:
+        experts.register_forward_pre_hook(lambda _, inputs: _together(*inputs, over))
+        experts.register_forward_hook(lambda _, inputs, out: reduce_scatter_first(out, over.axis))
+    if sequence == "none" and axis.size > 1:
+        experts.register_forward_hook(lambda _, inputs, out: gather_first(out, axis))
+
+
+def _apart(x: torch.Tensor, weights: torch.Tensor, choice: Any, axis: Axis) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """This rank's block of what all tp ranks have."""
+    kept = None if choice.kept is None else choice.kept.chunk(axis.size)[axis.index]
+    own = replace(choice, experts=choice.experts.chunk(axis.size)[axis.index], kept=kept)
+    return scatter_first(x, axis), scatter_first(weights, axis), own
 
 
 def _together(
-    x: torch.Tensor, weights: torch.Tensor, choice: Any, axis: Axis
+    x: torch.Tensor, weights: torch.Tensor, choice: Any, width: Width
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Tokens, their weights and experts, of all tp ranks one after the other."""
+    """Tokens, their weights and experts, of all ranks of an axis one after the other."""
+    axis, most = width.axis, choice.most and choice.most * width.num_sequences
     own = choice.experts if choice.kept is None else torch.where(choice.kept, choice.experts, ~choice.experts)
     own = own.to(torch.int32)  # what is not kept is negative
     found = all_gather(own.new_empty((len(own) * axis.size, own.shape[1])), own.contiguous(), axis).long()
     if choice.kept is None:
-        chosen = replace(choice, experts=found)
+        chosen = replace(choice, experts=found, most=most)
     else:
-        chosen = replace(choice, experts=torch.where(found < 0, ~found, found), kept=found >= 0)
+        chosen = replace(choice, experts=torch.where(found < 0, ~found, found), kept=found >= 0, most=most)
     return gather_first_partial(x, axis), gather_first_partial(weights, axis), chosen

@@ -208,7 +208,7 @@ class FlatStates:
         whole_parameters = self._memory(layouts, self.parameter_pool, DTYPES[self.recipe.parameter], device)
         whole_gradients = self._memory(layouts, self.gradient_pool, DTYPES[self.recipe.gradient], device)
         self.buckets = [
-            self._bucket(layout, strategy.data_index(at), parameters, gradients)
+            self._bucket(layout, strategy.shard_index(at, layout.is_spread), parameters, gradients)
             for layout, parameters, gradients in zip(layouts, whole_parameters, whole_gradients, strict=True)
         ]
         if self.store is not None:
@@ -244,10 +244,10 @@ class FlatStates:
             taken.append(buffers[pool.buffer_of[layout.block]][start : start + layout.numel])
         return taken
 
-    def _bucket(self, layout: Bucket, data_index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
+    def _bucket(self, layout: Bucket, index: int, parameters: torch.Tensor, gradients: torch.Tensor) -> FlatBucket:
         way = self.spread_way if layout.is_spread else self.way
-        own = slice(*way.own(layout.numel, data_index))
-        counted = slice(*way.counted(layout.numel, data_index))
+        own = slice(*way.own(layout.numel, index))
+        counted = slice(*way.counted(layout.numel, index))
         state = None if self.store is None else self.store.add(layout, own.start, own.stop, self.frozen)
         return FlatBucket(
             layout,

@@ -168,8 +168,18 @@ class TokenParallelPositions(nn.Module):
         return F.embedding(own.clone(), self.weight)
 
 
-def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind = "none") -> None:
-    """Replace modules in place. Weights are cut elsewhere, by placement."""
+def apply(
+    model: nn.Module,
+    spec: ModelSpec,
+    axis: Axis,
+    sequence: SequenceKind = "none",
+    width: experts.Width | None = None,
+) -> None:
+    """Replace modules in place. Weights are cut elsewhere, by placement.
+
+    Args:
+        width: over which ranks the experts' width is cut; None: tp.
+    """
     weights = {param.name: param for param in spec.parameters()}
     regions: dict[str, Region] = {}
     for path, module in list(model.named_modules()):
@@ -185,7 +195,7 @@ def apply(model: nn.Module, spec: ModelSpec, axis: Axis, sequence: SequenceKind 
         if replacement is not None:
             setattr(model.get_submodule(parent), child, replacement)
         if child == EXPERTS:
-            experts.cut(module, axis, sequence)
+            experts.cut(module, axis, sequence, width)
 
 
 def _region(path: str, axis: Axis, sequence: SequenceKind) -> Region:

@@ -254,14 +254,14 @@ class Bounds:
         return split.states[key] + live * least(rank.stages, again, whole)
 
     def _work(self, s: Strategy) -> Work:
-        kind = s.tp, s.ep, s.tensor, s.sequence, s.context, s.precision, s.micro_batch_size
+        kind = s.tp, s.expert, s.tensor, s.sequence, s.context, s.precision, s.micro_batch_size
         key: Key = *kind, s.recompute, s.recompute_group, s.recompute_layers and (s.recompute_layers, s.pp)
         if key not in self._works:
             self._works[key] = self._find_work(s)
         return self._works[key]
 
     def _find_work(self, s: Strategy) -> Work:
-        alone = s.model_copy(update={**ALONE, "dp": s.ep})
+        alone = s.model_copy(update={**ALONE, "dp": s.expert_dp})
         if s.recompute != "none":
             plain = self._work(
                 s.model_copy(update={"recompute": "none", "recompute_layers": None, "recompute_group": 1})
@@ -314,7 +314,7 @@ class Bounds:
     def _split(self, s: Strategy) -> Split:
         zero = s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, s.reduces_each, s.bucket_bytes, s.offload
         times = s.num_micro_batches if s.reduces_each else 1
-        key = s.dp, s.tp, s.pp, s.ep, s.tensor, s.sequence, s.context, s.precision, zero, times
+        key = s.dp, s.tp, s.pp, s.expert, s.tensor, s.sequence, s.context, s.precision, zero, times
         if key not in self._splits:
             self._splits[key] = self._find_split(s)
         return self._splits[key]
@@ -354,9 +354,9 @@ class Bounds:
         return seconds_by_phase(self.model, s, self.cluster, sent)
 
     def _size(self, s: Strategy) -> _Size:
-        key = s.tp, s.ep, s.tensor, s.sequence, s.context
+        key = s.tp, s.expert, s.tensor, s.sequence, s.context
         if key not in self._sizes:
-            placed = placements(self.model, s.model_copy(update={**ALONE, "dp": s.ep}), first_of(0))
+            placed = placements(self.model, s.model_copy(update={**ALONE, "dp": s.expert_dp}), first_of(0))
             found: dict[str | int, list[int]] = {FRONT: [0, 0], BACK: [0, 0]}
             for placement in placed:
                 part = placement.layer if placement.layer is not None else part_of(placement)

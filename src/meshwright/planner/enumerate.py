@@ -203,7 +203,7 @@ class Choices:
         options: dict[str, Sequence[Any]] = {
             "zero": _offered_stages(first, self.fix),
             "keep_gathered": (False, True) if self.fix.get("zero") == 3 and first.pp == 1 else (False,),
-            "expert": tuple(Expert(degree=degree) for degree in _expert_degrees(first, self.model, self.cluster)),
+            "expert": _experts(first, self.model, self.cluster, self.job),
             "shard_over": ("all", "node") if 1 < _ranks_on_node(first, self.cluster) < first.data_ranks else ("all",),
         }
         for change in _products(options, self.fix):
@@ -302,11 +302,20 @@ def _gathers_further_ahead(first: Strategy, cluster: ClusterSpec, fix: Mapping[s
     return is_free and cluster.backend == "gloo" and first.data_ranks > 2
 
 
-def _expert_degrees(first: Strategy, model: ModelSpec, cluster: ClusterSpec) -> list[int]:
-    """Ranks that may share the experts of a layer: those that fit a node, and all of dp."""
+def _experts(first: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> tuple[Expert, ...]:
+    """Ranks that may share the experts of a layer, each cut over tp as all else, or whole on the ranks of whole tp
+    groups: those that fit a node, and as many as there are."""
     shared = gcd(first.dp, model.num_experts) if model.num_experts else 1
-    within = max(1, cluster.devices_per_node // first.tp)
-    return [degree for degree in divisors(shared) if degree <= within or degree == shared]
+    found = [Expert(degree=degree) for degree in _degrees_within(shared, cluster.devices_per_node // first.tp)]
+    if model.num_experts and first.tp > 1 and job.seq_length % (first.cp * first.tp) == 0:
+        whole = _degrees_within(gcd(first.dp * first.tp, model.num_experts), cluster.devices_per_node)
+        found += [Expert(degree=degree, tensor=1) for degree in whole if degree % first.tp == 0]
+    return tuple(found)
+
+
+def _degrees_within(shared: int, within: int) -> list[int]:
+    """Divisors that fit a node, and all."""
+    return [degree for degree in divisors(shared) if degree <= max(1, within) or degree == shared]
 
 
 def _micro_batch_sizes(per_rank: int) -> list[int]:

@@ -136,7 +136,7 @@ class Parts:
 
     def _find_keys(self, s: Strategy) -> _Keys:
         cut = s.layers_per_stage, s.stage_ranks
-        key = s.pp, s.num_parts, s.tp, s.ep, s.tensor, s.sequence, s.context, s.precision, s.tile, cut
+        key = s.pp, s.num_parts, s.tp, s.expert, s.tensor, s.sequence, s.context, s.precision, s.tile, cut
         place = self._places.setdefault(key, len(self._places))
         layout = self._places.setdefault(key[2:-1], len(self._places))
         endless = (s.schedule, s.num_micro_batches) if s.pipeline_schedule.is_asynchronous else ()
@@ -165,7 +165,7 @@ class Parts:
         cut = s.bucket_bytes, s.zero >= 2
 
         def unpadded() -> Held:
-            alone = s.model_copy(update={"dp": s.ep})
+            alone = s.model_copy(update={"dp": s.expert_dp})
             placed: tuple[Placement, ...] = self._once(
                 ("placed", place, rank), lambda: placements(self.model, s, first_of(rank))
             )
@@ -175,7 +175,7 @@ class Parts:
 
         def find() -> Held:
             whole = self._once(("unpadded", place, rank, cut), unpadded)
-            return replace(whole, buckets=padded(whole.buckets, s.data_ranks))
+            return replace(whole, buckets=padded(whole.buckets, s.bucket_multiple))
 
         return self._once(("held", place, s.dp, rank, cut), find)
 

@@ -51,7 +51,8 @@ def _kinds(plan: Plan) -> Iterator[tuple[dict[str, int], tuple[object, ...], int
                 continue
             for index in range(strategy.data_ranks):
                 dp, cp = divmod(index, strategy.cp)
-                yield {**at, DP: dp, CP: cp}, (pp, held, _groups(strategy, buckets, index)), 1
+                of_data = {**at, DP: dp, CP: cp}
+                yield of_data, (pp, held, _groups(strategy, buckets, of_data)), 1
 
 
 def _sizes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
@@ -59,11 +60,12 @@ def _sizes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(slot.placement.box.sizes for slot in bucket.slots))
 
 
-def _groups(strategy: Strategy, buckets: tuple[Bucket, ...], data_index: int) -> tuple[tuple[int, ...], ...]:
+def _groups(strategy: Strategy, buckets: tuple[Bucket, ...], at: dict[str, int]) -> tuple[tuple[int, ...], ...]:
     """Sizes of the groups in which an offloaded shard of each bucket is kept."""
     cuts = []
     for bucket in buckets:
-        start, stop = sharding(strategy, bucket.is_spread).own(bucket.numel, data_index)
+        index = strategy.shard_index(at, bucket.is_spread)
+        start, stop = sharding(strategy, bucket.is_spread).own(bucket.numel, index)
         groups = cut_groups(bucket.segments(start, stop), start, stop, strategy.offload.group_numel)
         cuts.append(tuple(high - low for low, high in groups))
     return tuple(cuts)

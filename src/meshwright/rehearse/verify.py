@@ -99,7 +99,7 @@ def _odd_row_bytes(plan: Plan) -> int:
     model, strategy = plan.model, plan.strategy
     if (
         strategy.ep == 1
-        or expert_rows(model, strategy.micro_batch_size, plan.job.seq_length, strategy.cp) % strategy.ep == 0
+        or expert_rows(model, strategy, strategy.micro_batch_size, plan.job.seq_length) % strategy.ep == 0
     ):
         return 0
     return exchange_bytes(1, model.hidden_size, strategy.recipe.parameter_bytes)

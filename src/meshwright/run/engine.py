@@ -412,6 +412,7 @@ def sub_axes(plan: Plan) -> SubAxes:
         dp_local=strategy.dp_local,
         tensor=strategy.grid.axes,
         ep=strategy.ep,
+        etp=strategy.et,
         pp_ends=strategy.end_ranks,
         pp_mirrored=strategy.pipeline_schedule.num_directions > 1,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.core.axes import CP, DP, MESH_ORDER, PP, TP
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.layouts import Grid, Tensor, grid
+from meshwright.core.layouts import Expert, Grid, Tensor, grid
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import kv_group
 from meshwright.core.plan import Plan
@@ -35,7 +35,7 @@ def tiny_plan(plan: Plan) -> tuple[Plan, list[str]]:
     strategy = _strategy(plan.strategy)
     model = _model(plan.model, strategy, has_kv_replicas=kv_group(plan.model, plan.strategy) > 1)
     batch = strategy.dp * strategy.num_micro_batches * strategy.micro_batch_size
-    parts = strategy.hidden_parts[1]
+    parts = strategy.token_parts
     lengths = {"seq_length": -(-SEQ_LENGTH // parts) * parts, "global_batch_size": batch}
     job = plan.job.model_copy(update=lengths)
     clone = Plan(model=model, cluster=_cluster(plan.strategy, strategy), job=job, strategy=strategy)
@@ -48,7 +48,7 @@ def _strategy(planned: Strategy) -> Strategy:
     change = {
         "tensor": tensor,
         **{axis: degree for axis, degree in degrees.items() if axis != CP},
-        "expert": planned.expert.model_copy(update={"degree": _shared_by(planned, degrees), "tensor": None}),
+        "expert": _shared_by(planned, degrees),
         "context": planned.context.model_copy(update={"degree": degrees[CP]}),
         "num_micro_batches": _num_micro_batches(planned, degrees[PP]),
         "micro_batch_size": _micro_batch_size(planned, grid(tensor, degrees[TP])),
@@ -87,10 +87,14 @@ def _micro_batch_size(planned: Strategy, small: Grid) -> int:
     return min(planned.micro_batch_size // parts, 2) * small.parts(small.batch_axes)
 
 
-def _shared_by(planned: Strategy, degrees: Mapping[str, int]) -> int:
-    """Ranks that share experts: as planned, or as many as the clone's dp has place for."""
-    ranks = degrees[DP] * degrees[CP]
-    return next(degree for degree in range(min(planned.ep, ranks), 0, -1) if ranks % degree == 0)
+def _shared_by(planned: Strategy, degrees: Mapping[str, int]) -> Expert:
+    """Ranks that share experts: as planned, or as many as the clone has place for."""
+    et, tp = min(planned.et, degrees[TP]) if planned.et >= planned.tp else 1, degrees[TP]
+    if planned.world_size <= MAX_RANKS:
+        et = planned.et
+    ranks = degrees[DP] * degrees[CP] * tp // et
+    degree = next(degree for degree in range(min(planned.ep, ranks), 0, -1) if ranks % degree == 0)
+    return Expert(degree=degree, tensor=None if et == tp else et)
 
 
 def _num_micro_batches(planned: Strategy, pp: int) -> int:
@@ -120,7 +124,7 @@ def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
     return {
         "num_experts": -(-MAX_EXPERTS // strategy.ep) * strategy.ep,
         "experts_per_token": per_token,
-        "expert_ffn_size": 4 * tp if model.expert_ffn_size else None,
+        "expert_ffn_size": 4 * max(tp, strategy.et) if model.expert_ffn_size else None,
         "shared_ffn_size": 2 * tp if model.shared_ffn_size else None,
         "dense_layers": dense[: num_layers - 1] or None,
         "router": gate.model_copy(update={"noise": "none", "num_groups": groups, "groups_per_token": groups}),
@@ -171,7 +175,7 @@ def _model(model: ModelSpec, strategy: Strategy, *, has_kv_replicas: bool) -> Mo
             "num_kv_heads": kv_heads,
             "head_dim": HEAD_DIM,
             **_latent(model),
-            "ffn_size": 6 * tp,
+            "ffn_size": 6 * max(tp, strategy.et),
             **_experts(model, strategy),
             "max_positions": 2 * SEQ_LENGTH,
             "sliding_window": None,

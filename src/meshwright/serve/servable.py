@@ -19,6 +19,7 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     """Raises UnsupportedError where a model, or a way to divide it, cannot be served."""
     s = strategy
     for what, is_set in (
+        (f"expert.tensor={s.et} with tp={s.tp}", s.et != s.tp),
         (f"dp={s.dp}", s.dp > 1 and s.ep == 1),
         (f"dp={s.dp} with expert.degree={s.ep}", s.ep > 1 and s.dp != s.ep),
         (f"context.degree={s.cp}", s.cp > 1),
