@@ -172,7 +172,8 @@ def moved_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> 
 
 
 def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
-    kinds = strategy.et, strategy.tensor, strategy.context, strategy.precision, strategy.sequence, strategy.keeps_operands
+    s = strategy
+    kinds = s.et, s.tensor, s.context, s.precision, s.sequence, s.keeps_operands
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
