@@ -17,7 +17,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
 from meshwright.rehearse.verify import differences
 from meshwright.run.folder import RunFolder
+from meshwright.run.generate import continue_text, divided
 from meshwright.run.set_up import set_up
+from meshwright.serve.request import SamplingParams
 from meshwright.train.data import PackedDataset
 from meshwright.train.metrics import read_metrics
 from meshwright.train.prepare import load_prepared
@@ -25,6 +27,7 @@ from tests.end_to_end.tiny import BATCH, CONFIG, SEQ_LENGTH, make_plan, make_run
 
 Ranks = Callable[..., list[Any]]
 TIMEOUT_S = 240.0
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, seed=0, ignore_eos=True)
 
 
 def train(ranks: Ranks, plan: Plan, run: RunFolder, *, resume: bool = False, stop_after: int | None = None) -> None:
@@ -50,12 +53,18 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(ranks: Ranks, tmp_path: Pat
     assert [row.grad_norm for row in read_metrics(halves.path)] == [row.grad_norm for row in read_metrics(whole.path)]
 
 
+def continued(rank: int, world: int, folder: Path, plan: str | None) -> str:
+    """What a run makes of a prompt, on the ranks of a plan."""
+    return continue_text(folder, "def main(", GREEDY, Plan.from_toml(plan) if plan else None)
+
+
 def test_a_run_goes_on_under_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
+    """1D over every axis, a square, a cube: losses of one process; then its text, on one process and on a square."""
     model, wanted = tiny_model(tmp_path), options(6, save_every=2)
     alone = make_plan(model)
     whole = make_run(alone, wanted, tmp_path / "whole")
     train(ranks, alone, whole)
-    layouts = [make_plan(model, 2, 2, 2, zero=1), make_plan(model, dp=4), make_plan(model, tp=2, pp=2)]
+    layouts = [make_plan(model, 2, 2, 2, zero=1), make_plan(model, tp=4, kind="2d"), make_plan(model, tp=8, kind="3d")]
     run = make_run(layouts[0], wanted, tmp_path / "run")
     train(ranks, layouts[0], run, stop_after=2)
     set_up(layouts[1], wanted, run, resume=True)
@@ -67,6 +76,9 @@ def test_a_run_goes_on_under_other_layouts(ranks: Ranks, tmp_path: Path) -> None
     torch.testing.assert_close(torch.tensor(losses(run)), torch.tensor(losses(whole)), rtol=1e-5, atol=0)
     assert run.plan() == layouts[2]
     assert differences(run.plan(), RankRecord.load_all(run.measured)) == []
+    alone, *on_ranks = continued(0, 1, run.path, None), *ranks(continued, 4, run.path, divided(layouts[1]).to_toml())
+    assert len(alone) > len("def main(")
+    assert on_ranks == [alone] * 4
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(ranks: Ranks, tmp_path: Path) -> None:

@@ -36,11 +36,13 @@ def tiny_model(folder: Path) -> ModelSpec:
     return load_model(str(write_config(folder)))
 
 
-def make_plan(model: ModelSpec, dp: int = 1, tp: int = 1, pp: int = 1, *, zero: int = 0, micro: int = 2) -> Plan:
+def make_plan(
+    model: ModelSpec, dp: int = 1, tp: int = 1, pp: int = 1, *, zero: int = 0, micro: int = 2, kind: str = "1d"
+) -> Plan:
     """A plan in fp32 whose batch has `BATCH` sequences, cut into `micro` micro-batches."""
     split = Strategy.parse(
         {"dp": dp, "tp": tp, "pp": pp, "zero": zero, "num_micro_batches": micro,
-         "micro_batch_size": BATCH // dp // micro}, "strategy"
+         "micro_batch_size": BATCH // dp // micro, "tensor": {"kind": kind}}, "strategy"
     )  # fmt: skip
     job = Job(seq_length=SEQ_LENGTH, global_batch_size=BATCH)
     return Plan(model=model, cluster=load_cluster(f"local:{split.world_size}"), job=job, strategy=split)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +19,26 @@ def generate_command(
     top_p: Annotated[float, typer.Option(help="Choose among tokens with so much probability together.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file of a training: divide the model over its tp and pp ranks.")
+    ] = None,
 ) -> None:
-    """Continue a prompt with a run's newest checkpoint, on one process."""
-    from meshwright.run.generate import continue_text
+    """Continue a prompt with a run's newest checkpoint, on one process or on the tp and pp ranks of a plan."""
+    from meshwright.core.plan import Plan
+    from meshwright.run.environment import detect
+    from meshwright.run.generate import continue_text, divided, open_divided
+    from meshwright.run.launch import enter_ranks
     from meshwright.serve.request import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k or 0, top_p=top_p, seed=seed, ignore_eos=ignore_eos
     )
-    typer.echo(continue_text(run, prompt, params))
+    asked = divided(Plan.load(plan)) if plan else None
+    num_ranks = asked.strategy.world_size if asked else 1
+    has_ranks = num_ranks > 1 or (asked is not None and detect(os.environ) is not None)
+    world = enter_ranks(sys.argv[1:], num_ranks, before=lambda: open_divided(run, asked)) if has_ranks else None
+    if has_ranks and world is None:
+        return
+    text = continue_text(run, prompt, params, asked)
+    if world is None or world.rank == 0:
+        typer.echo(text)

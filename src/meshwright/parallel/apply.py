@@ -60,8 +60,13 @@ class _StageLoss(nn.Module):
         first, _ = even_split(size, axis.size, axis.index)
         self.trained = Slice(axis, first, size, job.smoothing(size), job.z_loss)
         self.evaluated = self.trained.plain()
+        self.keep: Callable[[torch.Tensor], None] | None = None
+        """Takes the logits, whose loss is then not computed."""
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.keep is not None:
+            self.keep(logits)
+            return logits.new_zeros(())
         own = own_sequences(labels, self._mesh, self._sequence_axes)
         return cross_entropy_sum(logits, own, self.trained if torch.is_grad_enabled() else self.evaluated)
 
@@ -115,9 +120,10 @@ class ParallelModel:
         stages = pipeline.split(model, spec, strategy, mesh[PP].index)
         self.reducer = GradientReducer(self.states, mesh)
         self.gatherer = Gatherer(model, stages, self.states, mesh, strategy)
+        self._loss = _StageLoss(spec, strategy.grid, mesh, job)
         self.runner = StageRunner(
             stages,
-            _StageLoss(spec, strategy.grid, mesh, job),
+            self._loss,
             mesh,
             strategy,
             self.reducer,
@@ -252,6 +258,29 @@ class ParallelModel:
         loss = self.runner.run(row, shares, torch.ones_like(tokens))
         with self.mesh.ledger.phase("evaluate"):
             return all_reduce(self.own_loss(loss).clone(), self.mesh[WORLD]), tokens
+
+    @torch.no_grad()
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the model gives behind the last token of sequences: [n, V] of [n, s]; every rank returns all of it.
+
+        Sequences are repeated until the ranks of a grid can divide them. Without context parallelism, and with the same
+        tokens on every rank.
+        """
+        grid, mesh = self.strategy.grid, self.mesh
+        parts, num_rows = grid.parts(grid.batch_axes), self.spec.vocab_size
+        rows = torch.arange(-(-len(tokens) // parts) * parts, device=mesh.device) % len(tokens)
+        found: list[torch.Tensor] = []
+        self._loss.keep = lambda logits: found.append(logits[:, -1])
+        shares = self._cutter.cut([(tokens[rows], torch.full_like(tokens[rows], IGNORE))])
+        self.runner.run(self._row(1, trains=False, reduce=False), shares, torch.ones((), device=mesh.device))
+        self._loss.keep = None
+        together = torch.zeros(len(rows), num_rows, dtype=DTYPES[self.strategy.recipe.parameter], device=mesh.device)
+        if found:
+            own, axis = own_sequences(torch.arange(len(rows)), mesh, grid.logit_axes), mesh[grid.vocab_axis]
+            first, count = even_split(num_rows, axis.size, axis.index)
+            together[own[0] : own[-1] + 1, first : first + count] = found[0]
+        with mesh.ledger.phase("evaluate"):
+            return all_reduce(together, mesh[WORLD])[: len(tokens)]
 
     def _row(self, num_micro_batches: int, *, trains: bool, reduce: bool) -> tuple[Action, ...]:
         """This rank's row of a program, built once."""

@@ -5,7 +5,7 @@ Each rank reads only its own boxes of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,12 @@ class Served:
             tokenizer=self.tokenizer,
             end_tokens=self.end_tokens,
             special_tokens=not self.is_run,  # a run was trained on documents without them
-            weights=self._read_run if self.is_run else self._read_hf,
+            weights=self.read,
         )
+
+    def read(self, held: tuple[Placement, ...]) -> Iterable[torch.Tensor]:
+        """What is stored of these boxes, in order. Raises CheckpointError."""
+        return self._read_run(held) if self.is_run else self._read_hf(held)
 
     def _read_hf(self, held: tuple[Placement, ...]) -> Iterator[torch.Tensor]:
         params = {param.name: param for param in (*self.spec.parameters(), *self.spec.router_biases())}

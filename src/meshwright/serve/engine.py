@@ -29,18 +29,25 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
-from meshwright.core.units import counted
 from meshwright.cost.kv_cache import largest_kv_token_bytes
 from meshwright.parallel.states import DTYPES
 from meshwright.serve.batch import Batch, make_batch, wants_all
 from meshwright.serve.blocks import BlockManager
 from meshwright.serve.options import ServeOptions
-from meshwright.serve.request import MAX_SEED, Finish, SamplingParams, Sequence, sequences
+from meshwright.serve.request import (
+    MAX_SEED,
+    Finish,
+    SamplingParams,
+    Sequence,
+    check_request,
+    context_of,
+    sequences,
+)
 from meshwright.serve.runner import Runner, Weights
 from meshwright.serve.sampler import Choice, Logprobs, choose, logprobs_of
 from meshwright.serve.scheduler import Chunk, Scheduler
 from meshwright.serve.servable import check_servable
-from meshwright.serve.text import Detokenizer, StopFinder
+from meshwright.serve.text import Detokenizer, StopFinder, encode
 
 STOP, NOTHING = 0, -1
 """Instead of a batch's length: the end, and a sign of life."""
@@ -136,7 +143,7 @@ class Engine:
         self.runner = Runner(model, self.spec, strategy, self.mesh, weights, num_blocks, block_size)
         blocks = BlockManager(num_blocks, block_size, self.options.prefix_cache)
         self.scheduler = Scheduler(self.options, blocks, clock)
-        self.context = min(self.spec.max_positions, self.spec.sliding_window or self.spec.max_positions)
+        self.context = context_of(self.spec)
         """Tokens of prompt and answer together, by the model."""
         self._outputs: dict[Sequence, _Output] = {}
         self._next_id = 0
@@ -164,13 +171,7 @@ class Engine:
         Args:
             special: False: without the tokenizer's own beginning, where the text has it already.
         """
-        if self.tokenizer is None:
-            raise InputError("this model has no tokenizer: give prompts as token ids")
-        if any(0xD800 <= ord(character) < 0xE000 for character in text):
-            raise InputError("the prompt is not valid UTF-8 text: it holds a lone surrogate")
-        special = special and self._special_tokens
-        # a batch lets other threads run meanwhile, a single text does not: a long prompt would stop all streams
-        return list(self.tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
+        return encode(self.tokenizer, text, special and self._special_tokens)
 
     def decode(self, tokens: Ordered[int], special: bool = False) -> str:
         """Text of token ids, with special ones or without. Raises InputError where there is none."""
@@ -182,20 +183,8 @@ class Engine:
 
     def check(self, prompt: Ordered[int], params: SamplingParams) -> None:
         """Raises InputError where a request could never be answered."""
-        if not prompt:
-            raise InputError("the prompt is empty: give at least one token")
-        needed = len(prompt) + (1 if params.max_tokens != 0 else 0)
-        if needed > self.max_length:
-            why = "the model's context" if self.max_length == self.context else "the whole key/value cache"
-            raise InputError(
-                f"the prompt has {counted(len(prompt), 'token')}, but {why} is {self.max_length} tokens, answer "
-                "included; shorten the prompt"
-            )
-        vocab = self.spec.vocab_size
-        named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        for where, tokens in named.items():
-            if (wrong := next((t for t in tokens if not 0 <= t < vocab), None)) is not None:
-                raise InputError(f"{where}: token {wrong} is none of the model's: ids go from 0 to {vocab - 1}")
+        why = "the model's context" if self.max_length == self.context else "the whole key/value cache"
+        check_request(prompt, params, self.spec.vocab_size, self.max_length, why)
 
     def submit(
         self,

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from meshwright.core.errors import InputError
+from meshwright.core.model import ModelSpec
+from meshwright.core.units import counted
 from meshwright.core.values import Value
 
 Finish = Literal["stop", "length", "abort", "deadline", "error"]
@@ -198,3 +201,32 @@ def sequences(
         leader = made[0] if made else None
         made.append(Sequence(first_id + answer, tuple(prompt), params, own, length, order, deadline_s, leader))
     return made
+
+
+def context_of(spec: ModelSpec) -> int:
+    """Tokens of prompt and answer together, by the model."""
+    return min(spec.max_positions, spec.sliding_window or spec.max_positions)
+
+
+def check_request(prompt: Ordered[int], params: SamplingParams, vocab: int, max_length: int, what: str) -> None:
+    """Raises InputError where a request could never be answered.
+
+    Args:
+        prompt: token ids.
+        params: how to answer.
+        vocab: ids that the model knows.
+        max_length: tokens of prompt and answer together.
+        what: has room for so many.
+    """
+    if not prompt:
+        raise InputError("the prompt is empty: give at least one token")
+    needed = len(prompt) + (1 if params.max_tokens != 0 else 0)
+    if needed > max_length:
+        raise InputError(
+            f"the prompt has {counted(len(prompt), 'token')}, but {what} is {max_length} tokens, answer included; "
+            "shorten the prompt"
+        )
+    named = {"prompt": prompt, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for where, tokens in named.items():
+        if (wrong := next((t for t in tokens if not 0 <= t < vocab), None)) is not None:
+            raise InputError(f"{where}: token {wrong} is none of the model's: ids go from 0 to {vocab - 1}")

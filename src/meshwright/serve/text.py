@@ -11,11 +11,27 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from meshwright.core.errors import InputError
+
 UNKNOWN = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet."""
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A token that stands for one byte: a decoder looks at the whole run of them before it writes any."""
+
+
+def encode(tokenizer: Tokenizer | None, text: str, special: bool) -> list[int]:
+    """Token ids of a text. Raises InputError where it is none, or there is no tokenizer.
+
+    Args:
+        special: with the tokenizer's own beginning.
+    """
+    if tokenizer is None:
+        raise InputError("this model has no tokenizer: give prompts as token ids")
+    if any(0xD800 <= ord(character) < 0xE000 for character in text):
+        raise InputError("the prompt is not valid UTF-8 text: it holds a lone surrogate")
+    # a batch lets other threads run meanwhile, a single text does not: a long prompt would stop all streams
+    return list(tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
 
 class Detokenizer:
