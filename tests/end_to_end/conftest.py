@@ -1,4 +1,6 @@
-"""One run that is really launched and trained, for all tests that look at a finished run."""
+"""One run that is really launched and trained, for all tests that look at a finished run (those of test_main_job, so
+that one worker trains it). Commands in the test's own process, and on the pool's ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.run.command import run_command
 from tests.end_to_end import shell
+from tests.end_to_end.desk import Desk
 from tests.end_to_end.on_ranks import Change, command_on_rank, free_port
 from tests.end_to_end.shell import OURS, Result
 from tests.end_to_end.tiny import BATCH, SEQ_LENGTH, TEXT_BYTES, write_config
@@ -70,5 +73,26 @@ def on_ranks(ranks: Callable[..., list[Any]]) -> Callable[..., list[Result]]:
     def call(world: int, *argv: object, change: Change | None = None) -> list[Result]:
         words = [str(word) for word in argv]
         return ranks(command_on_rank, world, free_port(), words, change, timeout_s=shell.TIMEOUT_S)
+
+    return call
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+@pytest.fixture
+def refused(desk: Desk, cli: Callable[..., Result]) -> Callable[..., str]:
+    """`refused(*argv)`: the one line of a command that must fail and leave the desk as it was."""
+
+    def call(*argv: object) -> str:
+        before = desk.files()
+        done = cli(*argv)
+        assert done.status in (1, 2)
+        assert done.err.count("\n") == 1, done.err
+        assert done.err.startswith("meshwright: error: ")
+        assert desk.files() == before
+        return done.err
 
     return call

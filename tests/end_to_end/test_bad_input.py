@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,53 +10,11 @@ import pytest
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_model
 from meshwright.run.folder import RunFolder
-from tests.end_to_end.conftest import Trained
+from tests.end_to_end.desk import Desk
 from tests.end_to_end.shell import Result
-from tests.end_to_end.tiny import TEXT_BYTES, make_plan, tiny_model, write_config
+from tests.end_to_end.tiny import TEXT_BYTES, make_plan, write_config
 
 Cli = Callable[..., Result]
-
-
-@dataclass(frozen=True)
-class Desk:
-    """A user's folder, with files to make mistakes with."""
-
-    folder: Path
-
-    def write(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.write_text(text)
-        return path
-
-    def plan(self, **strategy: int) -> Path:
-        path = self.folder / "plan.toml"
-        make_plan(tiny_model(self.folder), **strategy).save(path)
-        return path
-
-    def files(self) -> dict[str, bytes | None]:
-        return {str(p.relative_to(self.folder)): p.read_bytes() if p.is_file() else None
-                for p in self.folder.rglob("*")}  # fmt: skip
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
-
-
-@pytest.fixture
-def refused(desk: Desk, cli: Cli) -> Callable[..., str]:
-    """`refused(*argv)`: the one line of a command that must fail and leave the desk as it was."""
-
-    def call(*argv: object) -> str:
-        before = desk.files()
-        done = cli(*argv)
-        assert done.status in (1, 2)
-        assert done.err.count("\n") == 1, done.err
-        assert done.err.startswith("meshwright: error: ")
-        assert desk.files() == before
-        return done.err
-
-    return call
 
 
 Refused = Callable[..., str]
@@ -126,17 +82,6 @@ def test_options_that_contradict(desk: Desk, refused: Refused) -> None:
     assert "No such option: --nonsense" in refused("train", plan, "--stdlib", "--out", out, "--nonsense")
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(desk: Desk, refused: Refused, trained: Trained) -> None:
-    tokenizer = json.loads((trained.run / "data" / "tokenizer.json").read_text())
-    extra = [{"id": 300 + i, "content": f"<extra-{i}>", "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True} for i in range(5)]  # fmt: skip
-    tokenizer["added_tokens"] += extra
-    path = desk.write("tokenizer.json", json.dumps(tokenizer))
-    line = refused("train", desk.plan(), "--stdlib", "--tokenizer", path, "--out", desk.folder / "run")
-    assert "the tokenizer has 305 entries" in line
-    assert "only 300" in line
-
-
 def test_weights_that_are_not_there(desk: Desk, refused: Refused) -> None:
     folder = desk.folder / "weights"
     folder.mkdir()
@@ -195,8 +140,9 @@ def test_another_number_of_ranks_than_the_plan_has(desk: Desk, cli: Cli, monkeyp
 def test_folders_that_are_no_run(desk: Desk, refused: Refused) -> None:
     for folder in (desk.folder, desk.folder / "gone"):
         assert f"{folder}: not a run" in refused("verify", folder)
-        assert f"{folder}: not a run" in refused("generate", folder, "--prompt", "x")
         assert f"{folder}: not a run" in refused("export", folder, "--to", desk.folder / "to")
+    assert f"{desk.folder}: neither a Hugging Face" in refused("generate", desk.folder, "--prompt", "x")
+    assert f"{desk.folder / 'gone'}: there is no such" in refused("generate", desk.folder / "gone", "--prompt", "x")
     assert "not a run" in refused("train", desk.plan(), "--out", desk.folder / "gone", "--resume")
 
 
@@ -209,13 +155,3 @@ def test_a_run_without_measurements(desk: Desk, refused: Refused) -> None:
     (run / "measured" / "rank-0.json").write_text("{")
     assert "not a record of a run" in refused("verify", run)
     assert "checkpoint" in refused("export", run, "--to", desk.folder / "to")
-
-
-def test_mistakes_with_a_finished_run(trained: Trained, desk: Desk, refused: Refused) -> None:
-    assert "the prompt is not valid UTF-8 text" in refused("generate", trained.run, "--prompt", "\udcff")
-    assert "`seed`: Input should be less than 9223372036854775808" in refused(
-        "generate", trained.run, "--prompt", "x", "--seed", 99999999999999999999
-    )
-    assert "`--prompt` is empty" in refused("generate", trained.run, "--prompt", "")
-    assert "not an empty folder" in refused("export", trained.run, "--to", trained.run / "data")
-    assert "holds a run already; add --resume" in refused("train", trained.plan, "--stdlib", "--out", trained.run)

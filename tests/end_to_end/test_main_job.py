@@ -15,6 +15,7 @@ from meshwright.run.folder import RunFolder
 from meshwright.run.restore import restore_plain
 from meshwright.train.metrics import read_metrics
 from tests.end_to_end.conftest import STEPS, Trained
+from tests.end_to_end.desk import Desk
 from tests.end_to_end.shell import Result
 
 Cli = Callable[..., Result]
@@ -137,3 +138,24 @@ def test_a_finished_run_is_left_alone(trained: Trained, cli: Cli) -> None:
     assert done.status == 0
     assert "nothing left to do: 12 steps are done; to go on, give --steps more than 12" in done.out
     assert before == {path: path.stat().st_mtime_ns for path in trained.run.rglob("*")}
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(desk: Desk, refused: Callable[..., str], trained: Trained) -> None:
+    tokenizer = json.loads((trained.run / "data" / "tokenizer.json").read_text())
+    extra = [{"id": 300 + i, "content": f"<extra-{i}>", "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for i in range(5)]  # fmt: skip
+    tokenizer["added_tokens"] += extra
+    path = desk.write("tokenizer.json", json.dumps(tokenizer))
+    line = refused("train", desk.plan(), "--stdlib", "--tokenizer", path, "--out", desk.folder / "run")
+    assert "the tokenizer has 305 entries" in line
+    assert "only 300" in line
+
+
+def test_mistakes_with_a_finished_run(trained: Trained, desk: Desk, refused: Callable[..., str]) -> None:
+    assert "the prompt is not valid UTF-8 text" in refused("generate", trained.run, "--prompt", "\udcff")
+    assert "`seed`: Input should be less than 9223372036854775808" in refused(
+        "generate", trained.run, "--prompt", "x", "--seed", 99999999999999999999
+    )
+    assert "`--prompt` is empty" in refused("generate", trained.run, "--prompt", "")
+    assert "not an empty folder" in refused("export", trained.run, "--to", trained.run / "data")
+    assert "holds a run already; add --resume" in refused("train", trained.plan, "--stdlib", "--out", trained.run)

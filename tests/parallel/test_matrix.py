@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from itertools import combinations
 
@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.core.plan import Plan
 from meshwright.run.engine import make_mesh
-from meshwright.run.parity import find_mismatch
+from meshwright.run.parity import NUM_STEPS, find_mismatch
 from tests.parallel.cases import (
     FACTORS,
     MAX_RANKS,
@@ -37,22 +37,22 @@ SECONDS_PER_CASE = 60.0
 Ranks = Callable[..., list[list[str | None]]]
 
 
-def parity_on_rank(rank: int, world: int, plans: Sequence[str]) -> list[str | None]:
+def parity_on_rank(rank: int, world: int, plans: Sequence[str], num_steps: Mapping[str, int]) -> list[str | None]:
     """The first mismatch that this rank sees in each plan, as text."""
     found = []
     for plan in map(Plan.from_toml, plans):
         with closing(make_mesh(plan)) as mesh:
-            mismatch = find_mismatch(plan, mesh, num_steps=SHORT_PARITY)
+            mismatch = find_mismatch(plan, mesh, num_steps=num_steps)
         found.append(None if mismatch is None else str(mismatch))
     return found
 
 
-def assert_parity(ranks: Ranks, plans: Sequence[Plan]) -> None:
+def assert_parity(ranks: Ranks, plans: Sequence[Plan], num_steps: Mapping[str, int] = SHORT_PARITY) -> None:
     """No rank of any plan sees a mismatch."""
     seen = []
     for world, members in jobs(plans, PER_JOB):
         texts = [plan.to_toml() for plan in members]
-        by_rank = ranks(parity_on_rank, world, texts, timeout_s=SECONDS_PER_CASE * len(texts))
+        by_rank = ranks(parity_on_rank, world, texts, num_steps, timeout_s=SECONDS_PER_CASE * len(texts))
         for plan, found in zip(members, zip(*by_rank, strict=True), strict=True):
             for rank, text in enumerate(found):
                 if text is not None:
@@ -95,7 +95,8 @@ def test_covering_layouts(ranks: Ranks, chosen: list[Case], world: int) -> None:
 
 
 def test_single_precision(ranks: Ranks, legal: list[Case]) -> None:
-    assert_parity(ranks, [plan_of(case, "fp32") for case in random.Random(32).sample(legal, 4)])
+    """With both optimizers."""
+    assert_parity(ranks, [plan_of(case, "fp32") for case in random.Random(32).sample(legal, 4)], NUM_STEPS)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from meshwright.parallel.pipeline import StageRunner
 from meshwright.parallel.routers import CutSequences
 from meshwright.parallel.states import FlatStates
 from meshwright.run.engine import make_mesh
-from meshwright.run.parity import NUM_STEPS, Mismatch, find_mismatch
+from meshwright.run.parity import Mismatch, find_mismatch
 from meshwright.train.optimizer import FlatOptimizer, Shard
 from tests.parallel.layouts import gpt2, latent, llama, make_plan, mixture, qwen3
 from tests.parallel.mutations import Mutation, counted_again, every, replaced, tokens_times, without
@@ -345,7 +345,7 @@ def mismatch_on_rank(rank: int, world: int, name: str | None, plan: str) -> Mism
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
             CONTROLS[name].mutation(patch, mesh)
-        return find_mismatch(parsed, mesh, num_steps=NUM_STEPS if name is None else SHORT_PARITY)
+        return find_mismatch(parsed, mesh, num_steps=SHORT_PARITY)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
