@@ -227,7 +227,8 @@ def numbers_of_threads(rank: int, world: int) -> list[int]:
     counts = []
     for _ in range(3):
         mesh = Mesh.create({"dp": 2, "tp": 2})
-        all_reduce(torch.ones(2), mesh["dp"])
+        for axis in ("dp", "tp"):  # once all ranks of a group have talked, none of them still connects
+            all_reduce(torch.ones(2), mesh[axis])
         mesh.close()
         del mesh
         counts.append(len(os.listdir("/proc/self/task")))
