@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from meshwright.comm.ledger import Ledger
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transports.alone import Alone
 from meshwright.comm.transports.base import Handle, ReduceOp, Splits
 from meshwright.core.placement import Placement
@@ -57,7 +57,11 @@ class _Lacking(Alone):
         return self.whole.all_gather(out, x)
 
     def broadcast(self, x: Tensor, root: int) -> Handle:
-        return super().broadcast(x, root) if self._leaves_out("broadcast") else self.whole.broadcast(x, root)
+        if self._leaves_out("broadcast"):
+            if self.rank != root:
+                x.zero_()  # likewise
+            return super().broadcast(x, root)
+        return self.whole.broadcast(x, root)
 
     def reduce(self, x: Tensor, root: int) -> Handle:
         return super().reduce(x, root) if self._leaves_out("reduce") else self.whole.reduce(x, root)
@@ -66,6 +70,43 @@ class _Lacking(Alone):
         if self._leaves_out("all_to_all"):
             return super().all_to_all(out, x, out_splits, in_splits)
         return self.whole.all_to_all(out, x, out_splits, in_splits)
+
+    def exchange(self, out: Tensor, x: Tensor) -> Handle:
+        return super().exchange(out, x) if self._leaves_out("all_to_all") else self.whole.exchange(out, x)
+
+    def send(self, x: Tensor, to: int, tag: int) -> Handle:
+        handle: Handle = self.whole.send(x, to, tag)
+        return handle
+
+    def recv(self, out: Tensor, source: int, tag: int) -> Handle:
+        handle: Handle = self.whole.recv(out, source, tag)
+        return handle
+
+
+@dataclass
+class Calls:
+    """The collective calls of one rank in order, on all axes but `world`, and which one of them is left out."""
+
+    made: list[str]
+    """`all_reduce tp_row forward` of each."""
+    left_out: int | None = None
+
+    def of_axis(self, axis: Axis, ledger: Ledger) -> Axis:
+        """The same axis, whose calls are counted here."""
+        lacking = _Numbered(axis.transport, axis.name, self, axis.index, axis.size, ledger)
+        return replace(axis, transport=lacking)
+
+
+class _Numbered(_Lacking):
+    """A transport whose calls are numbered over all axes."""
+
+    def __init__(self, whole: Any, axis: str, calls: Calls, rank: int, size: int, ledger: Ledger) -> None:
+        super().__init__(whole, "", "", lambda number: False, rank, size, ledger)
+        self._axis, self._calls = axis, calls
+
+    def _leaves_out(self, primitive: str) -> bool:
+        self._calls.made.append(f"{primitive} {self._axis} {self.ledger.current_phase}")
+        return len(self._calls.made) - 1 == self._calls.left_out
 
 
 def without(

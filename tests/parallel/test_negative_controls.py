@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.comm.collectives import all_reduce
-from meshwright.core.axes import TP_COL, TP_DEPTH, TP_OUTPUT, TP_ROW, TP_WEIGHT
+from meshwright.core.axes import TP_COL, TP_ROW
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
@@ -140,8 +140,6 @@ def _does_not_see_products(right: Callable[..., Any]) -> Callable[..., Any]:
 
 D2, T4, P2 = {"dp": 2}, {"tp": 4}, {"pp": 2, "num_micro_batches": 2}
 SQUARE = {"tp": 4, "tensor": {"kind": "2d"}, "micro_batch_size": 2}
-DEEP = {"tp": 8, "tensor": {"kind": "2.5d", "depth": 2}, "micro_batch_size": 4}
-CUBE = {"tp": 8, "tensor": {"kind": "3d"}, "micro_batch_size": 4}
 ROW_SUMS = 2 * LLAMA.num_layers + 3
 """Forward all-reduces over a row: of each norm, the loss's maximum and its sum."""
 
@@ -267,40 +265,15 @@ CONTROLS = {
     "gather in recomputation": Control(
         without("tp", "all_gather", "recompute"), LLAMA, {**T2, "sequence": "megatron", "recompute": "full"}, "gradient"
     ),
-    # Grids of tensor parallelism.
-    "sum of weights over the depths of 2.5D": Control(
-        without(TP_DEPTH, "all_reduce", "gradients"), LLAMA, DEEP, "gradient", r"embedding.weight"
+    # Grids of tensor parallelism; each call by itself: `test_every_call`.
+    "sum over replicas of key/value heads on a grid": Control(
+        without("tp_kv", "all_reduce", "gradients"), QWEN3_1, SQUARE, "gradient", r"layers.0.attention.[kv].weight"
     ),
-    **{
-        f"sum over replicas of key/value heads on a grid of {name}": Control(
-            without("tp_kv", "all_reduce", "gradients"), QWEN3_1, grid, "gradient", r"layers.0.attention.[kv].weight"
-        )
-        for name, grid in (("2D", SQUARE), ("3D", CUBE))
-    },
     "sum of vectors over the columns of 2D": Control(
         without(TP_COL, "all_reduce", "gradients"), GPT2, SQUARE, "gradient", r"positions|norm|bias"
     ),
     "statistics of a norm over a row": Control(
         without(TP_ROW, "all_reduce", "forward", every(ROW_SUMS, 0)), LLAMA, SQUARE, "gradient"
-    ),
-    "sums along a norm over a row": Control(without(TP_ROW, "all_reduce", "backward"), LLAMA, SQUARE, "gradient"),
-    "sums of the loss over a row": Control(
-        without(TP_ROW, "all_reduce", "forward", every(ROW_SUMS, -1)), LLAMA, SQUARE, "gradient"
-    ),
-    "sum of the embedding over a column": Control(
-        without(TP_COL, "reduce_scatter", "forward"), LLAMA, SQUARE, "gradient"
-    ),
-    "blocks of inputs along a row": Control(without(TP_ROW, "broadcast", "forward"), LLAMA, SQUARE, "gradient"),
-    "sums of input gradients along a row": Control(without(TP_ROW, "reduce", "backward"), LLAMA, SQUARE, "gradient"),
-    "sums of weight gradients along a column": Control(
-        without(TP_COL, "reduce", "backward"), LLAMA, SQUARE, "gradient"
-    ),
-    "sum of outputs in a cube": Control(without(TP_OUTPUT, "reduce_scatter", "forward"), LLAMA, CUBE, "gradient"),
-    "sum of weight gradients in a cube": Control(
-        without(TP_WEIGHT, "reduce_scatter", "backward"), LLAMA, CUBE, "gradient"
-    ),
-    "exchange behind the embedding of a cube": Control(
-        without(TP_WEIGHT, "all_to_all", "forward"), LLAMA, CUBE, "gradient"
     ),
     # Scales.
     "gradients times micro-batches": Control(
