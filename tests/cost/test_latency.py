@@ -15,7 +15,8 @@ from meshwright.core.measures import StepTime
 from meshwright.core.model import ModelSpec
 from meshwright.core.program import COMPUTE_KINDS, Action
 from meshwright.core.strategy import Strategy
-from meshwright.cost.flops import hardware_flops
+from meshwright.cost.compute import MESSAGES, flops_per_s
+from meshwright.cost.flops import hardware_flops, stage_flops
 from meshwright.cost.latency import (
     StageCosts,
     StepCosts,
@@ -284,6 +285,36 @@ def test_free_links_leave_only_the_flops_and_the_head_s_imbalance():
     assert first.forward_s + (last.forward_s - first.forward_s) == pytest.approx(last.forward_s)
     assert last.forward_s > first.forward_s
     assert first.backward_s == pytest.approx(2 * first.forward_s)
+
+
+SENT = [("ring", 1e15), ("ring", 1e6), ("ring-self-attention", 1e6), ("ulysses", 1e6)]
+
+
+@pytest.mark.parametrize(("kind", "bandwidth"), SENT)
+def test_messages_of_attention_hide_under_its_blocks(kind: str, bandwidth: float) -> None:
+    """On a fast link all but the gradients going home; on a slow one what blocks take; nothing of Ulysses."""
+    size, element, sums = 4, 2, 4
+    strategy = Strategy(context={"kind": kind, "degree": size}, precision="bf16")
+    machines = cluster(1, size)
+    link = machines.intra_link.model_copy(update={"bandwidth_bytes_per_s": bandwidth, "latency_s": 0.0})
+    machines = machines.model_copy(update={"intra_link": link})
+    (stage,) = costs_of(strategy, machines).stages
+    (waiting,) = costs_of(strategy, machines.model_copy(update={"backend": "gloo"})).stages
+    seen, sent = (
+        [{t.name: t.seconds for t in terms}[MESSAGES] for terms in (of.forward, of.backward)] for of in (stage, waiting)
+    )
+    flops = stage_flops(make_model(), JOB, strategy, 0)
+    block_s = [times * flops.scores / flops_per_s(machines, strategy) * (size - 1) / size for times in (1, 2)]
+    home_s = [0.0, sent[1] * sums / ((size - 1) * element + size * sums) * (kind == "ring")]
+    for found, whole, hiding, home in zip(seen, sent, block_s, home_s, strict=True):
+        assert whole > 0
+        if kind == "ulysses":
+            assert found == whole
+        elif bandwidth == 1e15:
+            assert found == pytest.approx(home)
+        else:
+            assert found == pytest.approx(whole - hiding)
+            assert found < whole
 
 
 def test_tensor_parallel_reductions_are_those_of_the_traffic():

@@ -6,7 +6,7 @@ the host's launches are a floor under them; without one, FLOPs at one share of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
@@ -14,9 +14,22 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.profile import Profile, Stack
 from meshwright.core.strategy import Strategy
+from meshwright.cost.context import exposed_s
 from meshwright.cost.flops import stage_flops
 from meshwright.cost.kernels import Rates, head_kernels, head_product, layers_kernels, rates
 from meshwright.cost.terms import TimeTerm, total_s
+
+REDUCTIONS, MESSAGES = "tensor-parallel reductions", "context-parallel messages"
+"""Names of terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of a micro-batch, by pass."""
+
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +39,40 @@ class Collectives:
     forward: float
     recompute: float
     backward: float
+    messages: Passes = Passes()
+    """Between the ranks that share a sequence, in attention."""
 
     def times(self, share: float) -> Collectives:
-        return Collectives(share * self.forward, share * self.recompute, share * self.backward)
+        return Collectives(share * self.forward, share * self.recompute, share * self.backward, self.messages)
+
+    def exposed(self, strategy: Strategy, attention: tuple[float, float], *, hides: bool) -> Collectives:
+        """With what attention does not hide of its messages.
+
+        Args:
+            attention: seconds of it, forward and backward; what is run again takes forward's.
+            hides: whether a rank computes while messages travel. CPU ranks copy them by themselves, and do not.
+        """
+        if not hides:
+            return self
+        share = 1.0 if self.messages.forward == 0 else self.messages.recompute / self.messages.forward
+        seen = Passes(
+            exposed_s(strategy, self.messages.forward, attention[0], is_backward=False),
+            exposed_s(strategy, self.messages.recompute, share * attention[0], is_backward=False),
+            exposed_s(strategy, self.messages.backward, attention[1], is_backward=True),
+        )
+        return replace(self, messages=seen)
+
+    @property
+    def terms(self) -> tuple[tuple[TimeTerm, ...], tuple[TimeTerm, ...]]:
+        """Forward and backward, without what is run again."""
+        forward = TimeTerm(REDUCTIONS, self.forward), TimeTerm(MESSAGES, self.messages.forward)
+        backward = TimeTerm(REDUCTIONS, self.backward), TimeTerm(MESSAGES, self.messages.backward)
+        return (forward, backward) if self.messages.backward else (forward[:1], backward[:1])
+
+    @property
+    def again_s(self) -> float:
+        """Of what is run again."""
+        return self.recompute + self.messages.recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +99,8 @@ def stage_compute(
     profile = cluster.device.profile
     if profile is None:
         return _by_flops(model, job, strategy, cluster, stage, collectives)
-    return _by_kernels(model, job, strategy, _rates(cluster, profile, strategy), stage, collectives, stack)
+    speed = _rates(cluster, profile, strategy)
+    return _by_kernels(model, job, strategy, speed, stage, collectives, stack, hides=cluster.backend != "gloo")
 
 
 def peak_flops_per_s(cluster: ClusterSpec, strategy: Strategy) -> float:
@@ -80,17 +125,19 @@ def _by_flops(
 ) -> Compute:
     flops, speed = stage_flops(model, job, strategy, stage), flops_per_s(cluster, strategy)
     again = flops.again(strategy.recompute) * _share_again(model, strategy, stage) / speed
+    attention = flops.scores / speed, 2 * flops.scores / speed
+    seen = collectives.exposed(strategy, attention, hides=cluster.backend != "gloo")
     return Compute(
         forward=(
             TimeTerm("layers", flops.layers / speed),
             TimeTerm("head", flops.head / speed),
-            TimeTerm("tensor-parallel reductions", collectives.forward),
+            *seen.terms[0],
         ),
         backward=(
             TimeTerm("layers", 2 * flops.layers / speed),
             TimeTerm("head", 2 * flops.head / speed),
-            TimeTerm("tensor-parallel reductions", collectives.backward),
-            TimeTerm("recomputation", again + collectives.recompute),
+            *seen.terms[1],
+            TimeTerm("recomputation", again + seen.again_s),
         ),
         weight_gradients_s=flops.weight_gradients / speed,
     )
@@ -109,14 +156,23 @@ def _rates(cluster: ClusterSpec, profile: Profile, strategy: Strategy) -> Rates:
 
 
 def _by_kernels(
-    model: ModelSpec, job: Job, strategy: Strategy, speed: Rates, stage: int, collectives: Collectives, stack: Stack
+    model: ModelSpec,
+    job: Job,
+    strategy: Strategy,
+    speed: Rates,
+    stage: int,
+    collectives: Collectives,
+    stack: Stack,
+    *,
+    hides: bool,
 ) -> Compute:
     layers = strategy.stage_layers(model.num_layers)[stage]
     _, is_last = strategy.stage_ends(stage)
     all_of = layers_kernels(model, job, strategy, speed, stack, layers)
     head = head_kernels(model, job, strategy, speed).times(is_last)
     products_of_head = head_product(model, job, strategy, speed).times(is_last)
-    seen = collectives.times(1 - stack.hidden_tensor_share)
+    attention = all_of.attention.forward, all_of.attention.backward
+    seen = collectives.times(1 - stack.hidden_tensor_share).exposed(strategy, attention, hides=hides)
     selected_s = all_of.attention.forward
     if stack.selective_share is not None:
         selected_s = stack.selective_share * all_of.products.forward + all_of.streams.forward
@@ -128,15 +184,15 @@ def _by_kernels(
         TimeTerm("attention", all_of.attention.forward),
         TimeTerm("streams", all_of.streams.forward),
         TimeTerm("head", head.forward),
-        TimeTerm("tensor-parallel reductions", seen.forward),
+        *seen.terms[0],
     )
     backward = (
         TimeTerm("products", all_of.products.backward),
         TimeTerm("attention", all_of.attention.backward),
         TimeTerm("streams", all_of.streams.backward),
         TimeTerm("head", head.backward),
-        TimeTerm("tensor-parallel reductions", seen.backward),
-        TimeTerm("recomputation", again_s + seen.recompute),
+        *seen.terms[1],
+        TimeTerm("recomputation", again_s + seen.again_s),
     )
     launches_s = stack.layer_backward_s + repeats * stack.layer_forward_s
     host = speed.profile.host

@@ -7,6 +7,9 @@ Per layer and micro-batch, in elements (P ranks, b sequences, n = s/P tokens, a 
     ring-self-attention   2·(P − 1) messages of b·n·g·d    2·(P − 1) of the same, 2 reduce-scatters of b·s·g·d
     ulysses               all-to-all of b·n·(a + 2·max(g, P))·d, and of b·n·a·d; backward both again
 
+A ring's messages of a step are under way while the step's block is computed, so that of P blocks all but the last hide
+some; the gradients of the last block travel home with nothing beside them. The exchanges of Ulysses are waited for.
+
 Sources: Liu et al. 2023 (ring); Li et al. 2021, §3 (ring self-attention); Jacobs et al. 2023, §3.2 (Ulysses).
 """
 
@@ -22,6 +25,29 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
 from meshwright.core.tokens import runs
+
+ATTENTION_PRIMITIVES = ("send", "reduce_scatter", "all_to_all")
+"""Of what goes over cp, what attention sends."""
+
+
+def exposed_s(strategy: Strategy, sent_s: float, attention_s: float, *, is_backward: bool) -> float:
+    """Seconds that attention's messages of one pass add to it, where ranks compute while messages travel.
+
+    Args:
+        sent_s: of all messages of the pass, one after the other.
+        attention_s: of attention's products on the rank that has most.
+    """
+    if strategy.cp == 1 or strategy.context.kind == "ulysses":
+        return sent_s
+    home_s = sent_s * _share_home(strategy) if is_backward and strategy.context.kind == "ring" else 0.0
+    return home_s + max(0.0, sent_s - home_s - attention_s * (strategy.cp - 1) / strategy.cp)
+
+
+def _share_home(strategy: Strategy) -> float:
+    """Of a backward's bytes, the last hop of the gradients."""
+    size, recipe = strategy.cp, strategy.recipe
+    keys, sums = (size - 1) * recipe.parameter_bytes, size * recipe.statistic_bytes
+    return sums / size / (keys + sums)
 
 
 def local_heads(model: ModelSpec, tp: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Seconds of one training step, each a list of named terms.
 
-    step = pipeline (forward, backward, recompute, tensor-parallel reductions, transfers, bubble)
+    step = pipeline (forward, backward, recompute, tensor-parallel reductions, context-parallel messages, transfers,
+                     bubble)
          + what backward does not hide of the gradient reduction, + parameter gather and scalar reductions
          + optimizer
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
-from meshwright.core.axes import PP, TP
+from meshwright.core.axes import CP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.job import Job
@@ -30,7 +31,8 @@ from meshwright.core.program import Kind
 from meshwright.core.schedule import StageTimes
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
-from meshwright.cost.compute import Collectives, Compute, stage_compute
+from meshwright.cost.compute import Collectives, Compute, Passes, stage_compute
+from meshwright.cost.context import ATTENTION_PRIMITIVES
 from meshwright.cost.memory import moved_units
 from meshwright.cost.network import boundary_link, flat_s, route
 from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
@@ -173,8 +175,15 @@ class Sent:
 
 def in_layers(strategy: Strategy, phases: Mapping[str, float]) -> Collectives:
     """Of one micro-batch."""
-    m = strategy.micro_batches_per_stage
-    return Collectives(*(phases.get(phase, 0.0) / m for phase in ("forward", "recompute", "backward")))
+    m, passes = strategy.micro_batches_per_stage, ("forward", "recompute", "backward")
+    forward_s, again_s, backward_s = (phases.get(phase, 0.0) / m for phase in passes)
+    messages = Passes(*(phases.get(of_attention(phase), 0.0) / m for phase in passes))
+    return Collectives(forward_s, again_s, backward_s, messages)
+
+
+def of_attention(phase: str) -> str:
+    """Key of a phase's messages between the ranks that share a sequence."""
+    return f"{phase} {CP}"
 
 
 def joined_costs(
@@ -328,7 +337,8 @@ def _gathering(
 def seconds_by_phase(
     model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic, stack: Stack = OWN
 ) -> dict[str, float]:
-    """Seconds in collectives by phase; transfers between stages are priced by boundary, not here.
+    """Seconds in collectives by phase; transfers between stages are priced by boundary, not here. What attention over
+    cp sends stands under keys of its own (:func:`of_attention`), because a ring's hops run under its blocks.
 
     With ZeRO-3 a stack may send all in one ring each, at a share of its speed.
     """
@@ -340,7 +350,8 @@ def seconds_by_phase(
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
         seconds = row.calls * over[axis].seconds(primitive, row.payload_bytes / row.calls)
-        total[phase] = total.get(phase, 0.0) + seconds / (ring_share or 1.0)
+        key = of_attention(phase) if axis == CP and primitive in ATTENTION_PRIMITIVES else phase
+        total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0)
     return total
 
 
