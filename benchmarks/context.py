@@ -11,9 +11,11 @@ All contenders take turns in one process group; who is first rotates. A turn is 
     alone                                 the whole sequence on every rank by itself: no rank waits for another
     alone, dropout                        likewise, a tenth of its probabilities dropped, by our masks
 
-`compute ms` is the same without waiting for what the others send: every message is replaced by nothing (ring kinds).
-`sent MB` is what a rank sends, by the ledger, in 10^6 bytes; `moved ms` is what these bytes take by themselves, sent in
-the same messages and waited for. `hidden` is the share of it that the step does not show: 1 − (step − compute)/moved.
+`sent MB` is what a rank sends, by the ledger, in 10^6 bytes; `moved ms` is what these messages take by themselves,
+waited for one by one, with nothing to compute beside them; `waited ms` is what a rank stands still for messages that it
+has started, on average over the ranks; `hidden` is 1 - waited / moved. What a rank waits for the others to come counts
+as waited, so that where more ranks than cores take turns, or ranks have unequal work, it can't be told: then the cell
+is empty.
 
 With --train a small model (`describe` prints it) trains on sequences of that length; printed is each rank's peak memory
 by the operating system.
@@ -39,11 +41,13 @@ from contenders import LEARNING_RATE, Size, make_plan, rounds
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.comm import collectives
 from meshwright.comm import mesh as meshes
 from meshwright.comm.collectives import barrier
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.core.batch import Places
 from meshwright.core.layouts import Context
+from meshwright.core.measures import Traffic
 from meshwright.core.strategy import Strategy
 from meshwright.core.tokens import positions
 from meshwright.models.attention import AttentionCore
@@ -57,17 +61,6 @@ from meshwright.run.engine import parallelize
 HEAD_DIM = 64
 KINDS = ("ring", "ring-self-attention", "ulysses")
 Turn = Callable[[], None]
-
-
-class _Arrived:
-    """Of a message that is not sent."""
-
-    def wait(self) -> None:
-        return
-
-
-def _nothing_sent(self: Belt, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return x, _Arrived()
 
 
 def ours(context: Context, axis: Axis, options: argparse.Namespace) -> Turn:
@@ -130,7 +123,7 @@ def measure(rank: int, world: int, file: str, options: argparse.Namespace) -> di
     turns: dict[str, Turn] = {"alone": alone(options), "alone, dropout": alone_dropping(options)}
     for kind, balance in product(KINDS, ("contiguous", "zigzag", "striped")):
         turns[f"{kind} {balance}"] = ours(Context(kind=kind, degree=world, balance=balance), axis, options)
-    found: dict[str, Any] = {"times": {name: [] for name in turns}, "sent": {}, "moved": {}, "compute": {}}
+    found: dict[str, Any] = {what: {name: [] for name in turns} for what in ("times", "waited", "moved")} | {"sent": {}}
     try:
         turn = torchs(axis, options)
         turn()
@@ -139,26 +132,32 @@ def measure(rank: int, world: int, file: str, options: argparse.Namespace) -> di
         found["torch"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for _, name, is_measured in rounds(list(turns), options.turns, warm_up=1):
         mesh.ledger.take()
+        mesh.ledger.take_waits()
         seconds = _timed(turns[name], axis)
+        sent, waited = mesh.ledger.take(), sum(mesh.ledger.take_waits().values())
+        moved = _timed(lambda: _move(sent, axis), axis) if sent.rows else 0.0  # noqa: B023
         if is_measured:
             found["times"][name].append(seconds)
-        found["sent"][name] = sum(row.wire_bytes for row in mesh.ledger.take().rows.values())
-    right = Belt.start
-    for name in (name for name in turns if name.startswith("ring ")):
-        Belt.start = _nothing_sent
-        found["compute"][name] = [_timed(turns[name], axis) for _ in range(options.turns)]
-        Belt.start = right
-        found["moved"][name] = [_timed(lambda: _move(axis, options), axis) for _ in range(options.turns)]
+        if is_measured and sent.rows:
+            found["waited"][name].append(waited)
+            found["moved"][name].append(moved)
+        found["sent"][name] = sum(row.wire_bytes for row in sent.rows.values())
     return found
 
 
-def _move(axis: Axis, options: argparse.Namespace) -> None:
-    """The messages of ring attention's forward and backward, waited for one by one."""
-    x, belt = torch.zeros(2, 1, options.kv_heads, options.seq // axis.size, HEAD_DIM), Belt(axis, 0)
-    for _ in range(3 * axis.size - 2):
-        x, arriving = belt.start(x)
-        arriving.wait()
-    belt.end()
+def _move(sent: Traffic, axis: Axis) -> None:
+    """The messages of a turn, waited for one by one."""
+    for (primitive, _, _), row in sorted(sent.rows.items()):
+        whole = torch.zeros(row.payload_bytes // row.calls // 4)
+        for _ in range(row.calls):
+            if primitive == "send":
+                belt = Belt(axis, 0)
+                belt.start(whole)[1].wait()
+                belt.end()
+            elif primitive == "reduce_scatter":
+                collectives.reduce_scatter(torch.zeros(len(whole) // axis.size), whole, axis)
+            else:
+                collectives.all_to_all(torch.empty_like(whole), whole, axis)
 
 
 def _timed(turn: Turn, axis: Axis) -> float:
@@ -173,22 +172,23 @@ def table(world: int, found: list[dict[str, Any]], options: argparse.Namespace) 
     """Medians over turns, of the slowest rank in each."""
     title = f"{world} ranks, {options.seq} tokens, {options.heads} heads, {options.kv_heads} key/value heads"
     out = Table(title=title)
-    for column in ("", "step ms", "alone / step", "compute ms", "sent MB", "moved ms", "hidden"):
+    for column in ("", "step ms", "alone / step", "sent MB", "moved ms", "waited ms", "hidden"):
         out.add_column(column, justify="right" if column else "left")
 
-    def slowest_ms(key: str, name: str) -> float | None:
-        by_rank = [rank[key].get(name) for rank in found]
-        if by_rank[0] is None:
-            return None
-        return 1e3 * statistics.median(max(turn) for turn in zip(*by_rank, strict=True))
+    def step_ms(name: str) -> float:
+        return 1e3 * statistics.median(max(turn) for turn in zip(*(rank["times"][name] for rank in found), strict=True))
 
-    whole = slowest_ms("times", "alone")
+    def mean_ms(what: str, name: str) -> float:
+        return 1e3 * statistics.mean(statistics.median(rank[what][name]) for rank in found)
+
+    whole = step_ms("alone")
     for name in found[0]["times"]:
-        step, compute, moved = (slowest_ms(key, name) for key in ("times", "compute", "moved"))
-        hidden = "" if compute is None else f"{min(1.0, 1 - (step - compute) / moved):.2f}"
-        sent = max(rank["sent"][name] for rank in found) / 1e6
-        cells = [f"{step:.1f}", f"{whole / step:.2f}", compute, f"{sent:.2f}", moved, hidden]
-        out.add_row(name, *("" if cell is None else cell if isinstance(cell, str) else f"{cell:.1f}" for cell in cells))
+        step, sent = step_ms(name), max(rank["sent"][name] for rank in found) / 1e6
+        cells = [f"{step:.1f}", f"{whole / step:.2f}", f"{sent:.2f}"]
+        if sent:
+            moved, waited = mean_ms("moved", name), mean_ms("waited", name)
+            cells += [f"{moved:.1f}", f"{waited:.1f}", f"{1 - waited / moved:.2f}" if waited < moved else ""]
+        out.add_row(name, *cells)
     if "torch" in found[0]:
         out.caption = f"torch: {found[0]['torch']}"
     return out
