@@ -308,9 +308,10 @@ class Strategy(Value):
 
     @property
     def keeps_operands(self) -> bool:
-        """Whether a cube keeps what its linear layers gather in forward until their backward, instead of gathering
-        again: always, but where the core of attention is all that shall come back (recompute=selective)."""
-        return self.tensor.kind == "3d" and self.recompute != "selective"
+        """Whether a cube of several ranks keeps what its linear layers gather in forward until their backward, instead
+        of gathering again: always, but where the core of attention is all that shall come back (recompute=selective).
+        """
+        return self.tensor.kind == "3d" and self.tp > 1 and self.recompute != "selective"
 
     @cached_property
     def num_parts(self) -> int:
