@@ -16,6 +16,7 @@ from meshwright.core.router import RouterSpec
 from meshwright.models.experts import LossScales
 from meshwright.models.gates import balance_loss, combine_weights, select, shares, z_loss
 from meshwright.models.grouped import grouped_mlp
+from meshwright.parallel.dropout import Masks, Noise
 from tests.models.tiny import SPECS, random_model
 
 
@@ -269,13 +270,33 @@ def test_noise_is_for_training_only_and_repeats_with_its_seed() -> None:
         x = torch.randn(1, 8, 32, dtype=torch.float64)
         still, again = layer(x), layer(x)
         assert torch.equal(still, again)
-        noisy = []
-        for seed in (1, 1, 2):
-            layer.router.generator = torch.Generator().manual_seed(seed)
-            noisy.append(layer(x))
+        noisy, masks = [], Masks(0.0, has_noise=True)
+        layer.router.uniform = Noise(masks, layer=3)
+        assert torch.equal(layer(x), still)
+        for masks.seed in (1, 1, 2):
+            with masks.active([(1, torch.arange(8))], 0):
+                noisy.append(layer(x))
         assert torch.equal(noisy[0], noisy[1])
         assert not torch.equal(noisy[0], noisy[2])
         assert not torch.equal(noisy[0], still)
+
+
+def test_what_routers_draw_is_uniform_and_differs_by_layer_step_and_column() -> None:
+    masks, drawn = Masks(0.0, has_noise=True), []
+    for masks.step, layer in ((0, 1), (0, 2), (1, 1)):
+        with masks.active([(8, torch.arange(64))], 0):
+            found = Noise(masks, layer)(torch.empty(8, 64, 32))
+        assert found is not None
+        drawn.append(found.flatten())
+    for x in drawn:
+        assert 0 < x.min() < 1e-3
+        assert 1 - 1e-3 < x.max() < 1
+        assert abs(float(x.mean()) - 1 / 2) < 0.01
+        assert abs(float(x.var()) - 1 / 12) < 0.002
+        assert abs(float(torch.special.ndtri(x).var()) - 1) < 0.03
+    assert torch.corrcoef(torch.stack(drawn)).fill_diagonal_(0).abs().max() < 0.03
+    by_token = drawn[0].view(-1, 32)
+    assert torch.corrcoef(by_token.T).fill_diagonal_(0).abs().max() < 0.2
 
 
 def test_different_experts_start_different() -> None:

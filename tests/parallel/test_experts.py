@@ -33,8 +33,13 @@ MIXTURES = {
         {"score": "sigmoid", "bias": True, "bias_rate": 0.01, "scale": 2.5, "num_groups": 4, "groups_per_token": 2},
         shared_ffn_size=8, qk_norm=True,
     ),
-    "capacity": mixture({"capacity_factor": 0.75, "renormalise": "after_drop"}, gated_mlp=False, activation="gelu"),
-    "switch": mixture({"renormalise": "none", "capacity_factor": 1.0}, experts_per_token=1, tied_embeddings=True),
+    "capacity": mixture(
+        {"capacity_factor": 0.75, "renormalise": "after_drop", "noise": "gaussian"}, gated_mlp=False, activation="gelu"
+    ),
+    "switch": mixture(
+        {"renormalise": "none", "capacity_factor": 1.0, "noise": "jitter", "jitter": 0.5},
+        experts_per_token=1, tied_embeddings=True,
+    ),
     "choice": mixture({"chooses": "experts", "balance_loss": 0.0}),
 }  # fmt: skip
 

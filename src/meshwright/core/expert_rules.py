@@ -15,10 +15,9 @@ def experts(s: Strategy, model: ModelSpec) -> str | None:
     gate = model.gate
     for name, is_set in (
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
-        (f"recompute={s.recompute} and router.noise={gate.noise}", s.recompute != "none" and gate.noise != "none"),
         (
-            f"schedule={s.schedule} and router losses or biases",
-            s.pipeline_schedule.is_asynchronous and (gate.has_losses or gate.bias),
+            f"schedule={s.schedule} and router losses, biases or noise",
+            s.pipeline_schedule.is_asynchronous and (gate.has_losses or gate.bias or gate.noise != "none"),
         ),
     ):
         if is_set:

@@ -293,8 +293,7 @@ RULES = (
     ),
     Rule(
         "experts",
-        "layers of experts need 1D tensor parallelism; noise of their gates no recompute; their losses and biases no "
-        "asynchronous schedule",
+        "layers of experts need 1D tensor parallelism; losses, biases and noise of gates no asynchronous schedule",
         "a token's experts are chosen once, by what the ranks of its sequence know of it and of the step",
         lambda c: experts(c.strategy, c.model),
     ),

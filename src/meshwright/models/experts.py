@@ -198,7 +198,8 @@ class Router(nn.Module):
         statistics: [3·E + 4] float64, to which every forward adds while it is set: choices by expert, tokens taken by
             expert, sums of normalised scores by expert; then balance losses, z-losses, sequences and tokens.
         counts: False while a forward is run again, whose tokens `statistics` have already.
-        generator: of the gate's noise; None: there is none.
+        uniform: x [b, s, n] → for each element a number between 0 and 1, of which the gate's noise is made, or None
+            where nothing is trained on; None: there is no noise.
         sequences: where the other tokens of the sequences are; `parallel.routers` sets it.
     """
 
@@ -213,7 +214,7 @@ class Router(nn.Module):
         self.scales: LossScales | None = None
         self.statistics: torch.Tensor | None = None
         self.counts = True
-        self.generator: torch.Generator | None = None
+        self.uniform: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.sequences = Sequences()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Choice]:
@@ -244,14 +245,14 @@ class Router(nn.Module):
         return self.sequences.sum(own / self.sequences.num_parts)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        gate, generator = self.spec.gate, self.generator
-        if generator is None or gate.noise == "none":
-            return _Logits.apply(x, self.weight)
-        if self.noise is None:
-            spread = torch.empty_like(_wide(x)).uniform_(1 - gate.jitter, 1 + gate.jitter, generator=generator)
+        if self.uniform is not None and self.noise is None and (drawn := self.uniform(x)) is not None:
+            jitter = self.spec.gate.jitter
+            spread = drawn.mul_(2 * jitter).add_(1 - jitter).to(_wide(x).dtype)
             return _Logits.apply((x * spread).to(x.dtype), self.weight)
         logits = _Logits.apply(x, self.weight)
-        return logits + torch.empty_like(logits).normal_(generator=generator) * self.noise(x)
+        if self.uniform is None or self.noise is None or (drawn := self.uniform(logits)) is None:
+            return logits
+        return logits + torch.special.ndtri(drawn).to(logits.dtype) * self.noise(x)
 
     def losses(self, logits: torch.Tensor, choice: Choice, share: torch.Tensor | None) -> torch.Tensor:
         """Sum of this layer's losses over these tokens [b, n, E], times what `scales` says.

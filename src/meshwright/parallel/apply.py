@@ -103,7 +103,8 @@ class ParallelModel:
             tensor.apply(model, spec, mesh[TP], strategy.sequence, _width(strategy, mesh))
         else:
             grids.apply(model, spec, strategy.grid, mesh, strategy.keeps_operands)
-        self.masks = Masks(job.dropout, 0, part, job.attention_dropout)
+        has_noise = spec.num_experts > 0 and spec.gate.noise != "none"
+        self.masks = Masks(job.dropout, 0, part, job.attention_dropout, has_noise=has_noise)
         dropout.apply(model, self.masks)
         context.drop(model, self.masks)
         self.exchanges = experts.spread(model.layers, spec, mesh[EP]) if strategy.ep > 1 else {}
@@ -449,7 +450,6 @@ def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) 
         mesh.device,
         sum_up,
         counts_once=data_index == 0 and not is_twin,
-        noise_key=2 * data_index + is_twin,
         sequences=CutSequences(mesh[CP], strategy.context.balance, mesh[TP] if cuts_over_tp else None),
         sum_stages=sum_stages if strategy.pp > 1 and not strategy.pipeline_schedule.is_asynchronous else None,
         is_twin=is_twin,

@@ -6,7 +6,7 @@ What it divides: nothing. Whether an element of a hidden state is dropped is a f
 
 computed where the element is, so that any rank, any micro-batch and any run again in backward finds the same, and the
 result is that of one process. No mask is kept for backward: it is computed again. Likewise a probability of attention,
-by (seed, step, sequence, query, key, head, layer).
+by (seed, step, sequence, query, key, head, layer); and the noise of a gate by (.., token, feature or expert, layer).
 What it needs: rule `dropout`. What it costs: eleven integer passes over each hidden state, forward and backward; of
 probabilities, over those of a few rows at a time, and attention that is not a fused kernel (`parallel.context.block`).
 A mask is a whole number of an element's width, all ones where it is kept, and is put on by `and`: choosing between two
@@ -35,6 +35,10 @@ SITES = {"embedding_dropout": 1, "attention_dropout": 2, "mlp_dropout": 3}
 """Name of a module whose place is taken → number in the hash."""
 PROBABILITIES = 4
 """The number of those of attention."""
+NOISE = 5
+"""Of what a router draws."""
+ROUTER = "router"
+"""Name of the module that does."""
 _MASK = 2**64 - 1
 _ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,14 +75,24 @@ class Masks:
         rate: share of elements of hidden states that are dropped.
         part: what of them this rank holds.
         attention_rate: share of the probabilities of attention that are.
+        has_noise: whether routers draw.
 
     Attributes:
         seed: of the run.
         step: of the run; the caller counts.
     """
 
-    def __init__(self, rate: float, seed: int = 0, part: Part | None = None, attention_rate: float = 0.0) -> None:
+    def __init__(
+        self,
+        rate: float,
+        seed: int = 0,
+        part: Part | None = None,
+        attention_rate: float = 0.0,
+        *,
+        has_noise: bool = False,
+    ) -> None:
         self.rate, self.attention_rate, self.seed, self.step = rate, attention_rate, seed, 0
+        self.has_noise = has_noise
         self.part = part or Part()
         self._is_active = False
         self._rows: dict[int, torch.Tensor] = {}
@@ -100,7 +114,7 @@ class Masks:
                 have, [n].
             first: number in the global batch of the first of these sequences.
         """
-        if self.rate or self.attention_rate:
+        if self.rate or self.attention_rate or self.has_noise:
             for number, (num_sequences, positions) in enumerate(shares):
                 self._sequences[number] = self._of_sequences(num_sequences, positions.device, first)
                 self._rows[number] = self._of_tokens(self._sequences[number], positions)
@@ -134,6 +148,15 @@ class Masks:
             self._features = _of_columns(torch.arange(first, first + x.shape[-1], device=x.device))
         kept = _kept(rows, self._features, self.rate, x.dtype)
         return (x.view(kept.dtype) & kept).view(x.dtype).mul_(1 / (1 - self.rate))
+
+    def uniform(self, x: torch.Tensor, place: int) -> torch.Tensor | None:
+        """A number between 0 and 1, neither of them, for each element of x [b', s, n], float64; None where nothing is
+        trained on. Columns are whole on every rank."""
+        if not self._is_active:
+            return None
+        rows = _low(_mix(self._rows[self.micro_batch] + _signed(place)))
+        bits = _mixed(rows, _of_columns(torch.arange(x.shape[-1], device=x.device)))
+        return bits.double().add_(2**31 + 0.5).mul_(2**-32)
 
     def of_attention(self, place: int, num_heads: int, index: int) -> Dropped | None:
         """Of the probabilities of the micro-batch that runs; None where none are dropped.
@@ -217,14 +240,19 @@ def _of_columns(numbers: torch.Tensor) -> torch.Tensor:
 
 def _kept(rows: torch.Tensor, columns: torch.Tensor, rate: float, dtype: torch.dtype) -> torch.Tensor:
     """[.., n, m] of rows [.., n] and columns [m]: −1 where an element of this dtype is kept, 0 where it is dropped."""
+    bits = _mixed(rows, columns)
+    most = torch.tensor(((round(rate * 2**32) - 2**31) >> 1) - 1, dtype=torch.int32)  # halved: differences don't wrap
+    kept = torch.sub(most, bits.bitwise_right_shift_(1), out=bits).bitwise_right_shift_(31)
+    return kept.to(_WHOLE[dtype.itemsize])
+
+
+def _mixed(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """int32 [.., n, m] of rows [.., n] and columns [m]: 32 bits of each pair."""
     bits = rows.unsqueeze(-1) + columns
     shifted = bits >> 16
     bits.bitwise_xor_(shifted).mul_(_ODD_32[0])
     torch.bitwise_right_shift(bits, 13, out=shifted)
-    bits.bitwise_xor_(shifted).mul_(_ODD_32[1])
-    most = torch.tensor(((round(rate * 2**32) - 2**31) >> 1) - 1, dtype=torch.int32)  # halved: differences don't wrap
-    kept = torch.sub(most, bits.bitwise_right_shift_(1), out=bits).bitwise_right_shift_(31)
-    return kept.to(_WHOLE[dtype.itemsize])
+    return bits.bitwise_xor_(shifted).mul_(_ODD_32[1])
 
 
 class _Dropout(torch.autograd.Function):
@@ -249,6 +277,17 @@ class Dropout(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.masks(x, self.place)
+
+
+class Noise:
+    """What the router of one layer draws."""
+
+    def __init__(self, masks: Masks, layer: int) -> None:
+        self._masks, self._place = masks, _hash(layer + 1, NOISE)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
+        """A number between 0 and 1 for each element of x [b, s, n]; None where nothing is trained on."""
+        return self._masks.uniform(x, self._place)
 
 
 class ScoreDropout:
@@ -285,12 +324,13 @@ class DenseCore(nn.Module):
 
 
 def apply(model: nn.Module, masks: Masks) -> None:
-    """Take the places that a model has for hidden states, in place; nothing without a rate."""
-    if not masks.rate:
-        return
-    for path, _ in list(model.named_modules()):
+    """Take the places that a model has for hidden states, in place, and let routers draw; nothing without a rate, or
+    noise."""
+    for path, module in list(model.named_modules()):
         parent, _, child = path.rpartition(".")
-        if child in SITES:
+        if child == ROUTER and masks.has_noise:
+            module.uniform = Noise(masks, int(parent.split(".")[-2]))
+        if child in SITES and masks.rate:
             layer = int(parent.rpartition(".")[2]) if parent else -1
             setattr(model.get_submodule(parent), child, Dropout(masks, layer, SITES[child]))
 

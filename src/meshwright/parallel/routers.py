@@ -120,7 +120,6 @@ class Routers:
         spec: the model.
         sum_up: sums a tensor over all ranks whose tokens differ, in place.
         counts_once: whether this rank is the one of those with the same layers that reports their losses (but for tp).
-        noise_key: of the gate's noise; equal on ranks that route the same tokens.
         sequences: where the other tokens of a sequence are; None: there are none.
         sum_stages: sums a tensor over the pipeline ranks, in place; None: all layers are here.
         is_twin: whether another pipeline rank has the same layers, and reports them.
@@ -134,19 +133,16 @@ class Routers:
         sum_up: Callable[[torch.Tensor], object] = lambda x: None,
         *,
         counts_once: bool = True,
-        noise_key: int = 0,
         sequences: CutSequences | None = None,
         sum_stages: Callable[[torch.Tensor], object] | None = None,
         is_twin: bool = False,
     ) -> None:
         self._routers, self._spec, self._sum_up = dict(routers), spec, sum_up
-        self.counts_once, self._noise_key = counts_once, noise_key
+        self.counts_once = counts_once
         self._sum_stages, self._is_twin = sum_stages, is_twin
         self.scales = Scales()
         self.statistics = torch.zeros(len(routers), 3 * spec.num_experts + 4, dtype=torch.float64, device=device)
         self._is_summed = False
-        self.step = 0
-        """Counts steps, for the gate's noise."""
         for router in self._routers.values():
             if sequences is not None:
                 router.sequences = sequences
@@ -168,7 +164,6 @@ class Routers:
         """Nothing is counted yet."""
         self.statistics.zero_()
         self._is_summed = False
-        self.step += 1
 
     @contextmanager
     def training(self, totals: torch.Tensor, scale: torch.Tensor | float) -> Iterator[None]:
@@ -180,18 +175,14 @@ class Routers:
         """
         self.scales.num_tokens, self.scales.num_sequences = totals
         self.scales.scale = scale
-        for place, (layer, router) in enumerate(self._routers.items()):
+        for place, router in enumerate(self._routers.values()):
             router.statistics = self.statistics[place]
             router.scales = self.scales if self._spec.gate.has_losses else None
-            if self._spec.gate.noise != "none":
-                key = (self.step * 1_000_003 + layer) * 1_000_003 + self._noise_key
-                device = "cpu" if router.weight.is_meta else router.weight.device  # a rehearsal draws nothing
-                router.generator = torch.Generator(device).manual_seed(key)
         try:
             yield
         finally:
             for router in self._routers.values():
-                router.statistics = router.scales = router.generator = None
+                router.statistics = router.scales = None
 
     @contextmanager
     def again(self) -> Iterator[None]:

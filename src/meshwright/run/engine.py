@@ -323,8 +323,6 @@ class Engine:
             self.optimizer.adopt()
             self.parallel.gather_parameters()
         self.optimizer.step_count.fill_(extra["optimizer_step"])
-        if self.parallel.routers is not None:
-            self.parallel.routers.step = int(extra["optimizer_step"])
         self.parallel.masks.step = extra.get("dropout_step", extra["optimizer_step"])
         if self.optimizer.loss_scale.is_dynamic and "loss_scale" in extra:
             self.optimizer.loss_scale.restore(extra["loss_scale"])

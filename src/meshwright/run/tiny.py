@@ -113,7 +113,7 @@ def offloaded_to(plan: Plan, folder: Path | str) -> Plan:
 
 
 def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
-    """Few and narrow experts; dense layers and gate as planned, without noise, which no two layouts draw alike."""
+    """Few and narrow experts; dense layers and gate as planned."""
     if not model.num_experts:
         return {}
     gate, tp = model.gate, strategy.tp
@@ -127,7 +127,7 @@ def _experts(model: ModelSpec, strategy: Strategy) -> dict[str, object]:
         "expert_ffn_size": 4 * max(tp, strategy.et) if model.expert_ffn_size else None,
         "shared_ffn_size": 2 * tp if model.shared_ffn_size else None,
         "dense_layers": dense[: num_layers - 1] or None,
-        "router": gate.model_copy(update={"noise": "none", "num_groups": groups, "groups_per_token": groups}),
+        "router": gate.model_copy(update={"num_groups": groups, "groups_per_token": groups}),
     }
 
 
