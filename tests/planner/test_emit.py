@@ -56,6 +56,7 @@ OTHERS_OF_JOB: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing": 0.1},
     "label_smoothing_rule": {"label_smoothing_rule": "megatron"},
     "z_loss": {"z_loss": 1e-4},
+    "imbalance": {"imbalance": 1.3},
 }
 """Likewise of a job, those that do not follow from the strategy."""
 

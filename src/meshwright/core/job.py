@@ -30,6 +30,10 @@ class Job(Value):
     z_loss: float = Field(default=0.0, ge=0)
     """So many times the squared logarithm of the softmax's denominator is added to each token's training loss."""
 
+    imbalance: float = Field(default=1.0, ge=1, le=MAX_SIZE)
+    """Of a mixture whose experts lie on several ranks: rows of the fullest of these ranks over their mean. For
+    forecasts alone; where tokens go is known when they go."""
+
     @property
     def num_loss_sums(self) -> int:
         """Numbers of a token that the tp ranks sum: exponentials, the target's logit, and for smoothing all logits."""

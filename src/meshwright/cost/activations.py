@@ -36,6 +36,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.core.axes import TP_DEPTH
+from meshwright.core.job import Job
 from meshwright.core.latent import LatentAttention
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
@@ -189,22 +190,44 @@ def expert_rows(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
     gate, k, tokens = spec.gate, spec.experts_per_token, expert_tokens(strategy, b, s)
     if not gate.has_capacity:
         return tokens * k
-    room = b * strategy.sequences_together * spec.num_experts * gate.capacity(s, spec.num_experts, k)
-    return min(tokens * choices_per_token(spec), room)
+    return min(tokens * choices_per_token(spec), _room(spec, strategy, b, s))
 
 
-def _rows(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> _Sizes:
-    count = expert_rows(spec, strategy, b, s)
+def imbalance_of(job: Job, strategy: Strategy) -> float:
+    """Rows of the fullest rank over their mean: none where every rank has all experts."""
+    return job.imbalance if strategy.ep > 1 else 1.0
+
+
+def fullest_rows(spec: ModelSpec, strategy: Strategy, b: int, s: int, imbalance: float) -> int:
+    """:func:`expert_rows` that come to the fullest rank: no more than all tokens choose, or its experts take."""
+    rows = expert_rows(spec, strategy, b, s)
+    own = min(choices_per_token(spec), spec.num_experts // strategy.ep)
+    most = expert_tokens(strategy, b, s) * strategy.ep * own
+    if spec.gate.has_capacity:
+        most = min(most, _room(spec, strategy, b, s))
+    return max(rows, min(round(rows * imbalance), most))
+
+
+def _room(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
+    """Rows that a rank's experts take of all ranks that share them; as many as all experts of one rank's tokens."""
+    capacity = spec.gate.capacity(s, spec.num_experts, spec.experts_per_token)
+    return b * strategy.sequences_together * spec.num_experts * capacity
+
+
+def _rows(z: _Sizes, count: int) -> _Sizes:
     return replace(z, tokens=count, between=count)
 
 
-def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
+def _expert_terms(
+    spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int, imbalance: float
+) -> list[ByteTerm]:
     """Router, rows by expert with what is inside and behind the experts, shared experts. The router's are of this
     rank's tokens, the experts' of those of all tp ranks."""
-    rows, gate = _rows(spec, strategy, z, b, s), spec.gate
+    rows, gate = _rows(z, expert_rows(spec, strategy, b, s)), spec.gate
+    come = _rows(z, fullest_rows(spec, strategy, b, s, imbalance))
     choices = expert_tokens(strategy, b, s) * choices_per_token(spec)
     own_choices = z.between * choices_per_token(spec)
-    inside = _gated_terms(rows, z.expert_ffn) if spec.has_gated_experts else _plain_terms(rows, z.expert_ffn)
+    inside = _gated_terms(come, z.expert_ffn) if spec.has_gated_experts else _plain_terms(come, z.expert_ffn)
     has_shares = strategy.hidden_parts[1] > 1 and gate.balances_sequences
     terms = [
         z.hidden_state("mlp input"),
@@ -216,7 +239,7 @@ def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int
         ByteTerm("kept flags", own_choices)
         if gate.has_capacity
         else ByteTerm("rows of tokens", choices * _INDEX_BYTES),
-        rows.kept("rows", z.hidden),
+        come.kept("rows", z.hidden),
         *(ByteTerm(f"experts' {term.name}", term.bytes) for term in inside),
         rows.kept("experts' output", z.hidden),
     ]
@@ -239,7 +262,9 @@ def _noise_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:
     return [ByteTerm("jitter", z.between * z.hidden * z.statistic_bytes), *own]
 
 
-def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
+def layer_terms(
+    spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0, imbalance: float = 1.0
+) -> list[ByteTerm]:
     """What one layer keeps of one micro-batch on one rank when nothing is recomputed.
 
     Args:
@@ -249,6 +274,7 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
         b: sequences of the micro-batch.
         s: tokens of a sequence.
         layer: which; all are alike but for a mixture's dense ones.
+        imbalance: rows of the fullest of the ranks that share experts, over their mean.
     """
     z = _sizes(spec, strategy, b, s)
     return [
@@ -256,7 +282,7 @@ def layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int 
         z.operand("attention input"),
         *(_projection_terms(spec, strategy, z) if spec.latent is None else _latent_terms(spec.latent, z)),
         *recomputed_core_terms(spec, strategy, b, s),
-        *mlp_half_terms(spec, strategy, b, s, layer),
+        *mlp_half_terms(spec, strategy, b, s, layer, imbalance),
     ]
 
 
@@ -316,18 +342,24 @@ def layer_input_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> li
     return [_sizes(spec, strategy, b, s).hidden_state("layer input")]
 
 
-def mlp_half_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
+def mlp_half_terms(
+    spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0, imbalance: float = 1.0
+) -> list[ByteTerm]:
     """Of :func:`layer_terms`, those of the mlp and its norm: free when backward comes to attention."""
     z = _sizes(spec, strategy, b, s)
-    mlp = _expert_terms(spec, strategy, z, b, s) if spec.is_sparse(layer) else _mlp_terms(spec, z)
+    mlp = _expert_terms(spec, strategy, z, b, s, imbalance) if spec.is_sparse(layer) else _mlp_terms(spec, z)
     return [*_norm_terms(spec, z, "mlp norm"), *mlp]
 
 
-def postponed_mlp_half_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
+def postponed_mlp_half_terms(
+    spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0, imbalance: float = 1.0
+) -> list[ByteTerm]:
     """Of :func:`postponed_layer_terms`, those of the mlp, and what o then adds."""
     z = _sizes(spec, strategy, b, s)
-    is_sparse = spec.is_sparse(layer)
-    mlp = _postponed_expert_terms(spec, strategy, z, b, s) if is_sparse else _postponed_mlp_terms(spec, z, z.ffn)
+    if spec.is_sparse(layer):
+        mlp = _postponed_expert_terms(spec, z, fullest_rows(spec, strategy, b, s, imbalance))
+    else:
+        mlp = _postponed_mlp_terms(spec, z, z.ffn)
     return [*mlp, z.kept("gradient of o", z.hidden)]
 
 
@@ -337,7 +369,9 @@ def output_gradient_bytes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -
     return z.kept("gradient of down", z.hidden).bytes
 
 
-def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0) -> list[ByteTerm]:
+def postponed_layer_terms(
+    spec: ModelSpec, strategy: Strategy, b: int, s: int, layer: int = 0, imbalance: float = 1.0
+) -> list[ByteTerm]:
     """What one layer keeps of one micro-batch from I to W, where a schedule runs them apart: of each linear layer its
     input and the gradient of its output. No less than :func:`layer_terms`, but for statistics.
 
@@ -350,7 +384,7 @@ def postponed_layer_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int, l
         z.operand("attention input"),
         *(plain if spec.latent is None else _postponed_latent_terms(spec.latent, z)),
         z.inner_operand("attention output", z.values),
-        *postponed_mlp_half_terms(spec, strategy, b, s, layer),
+        *postponed_mlp_half_terms(spec, strategy, b, s, layer, imbalance),
     ]
 
 
@@ -370,9 +404,9 @@ def _postponed_mlp_terms(spec: ModelSpec, z: _Sizes, ffn: int) -> list[ByteTerm]
     return [z.operand("mlp input"), *inner, *gate]
 
 
-def _postponed_expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int) -> list[ByteTerm]:
+def _postponed_expert_terms(spec: ModelSpec, z: _Sizes, num_rows: int) -> list[ByteTerm]:
     """The router's gradient is a part of I."""
-    rows = _rows(spec, strategy, z, b, s)
+    rows = _rows(z, num_rows)
     inner = _postponed_mlp_terms(spec.model_copy(update={"gated_mlp": spec.has_gated_experts}), rows, z.expert_ffn)
     shared = _postponed_mlp_terms(spec, z, z.shared_ffn) if spec.shared_ffn_size else []
     return [ByteTerm(f"{whose} {term.name}", term.bytes)

@@ -7,7 +7,7 @@ from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
-from meshwright.cost.activations import choices_per_token, expert_rows, expert_tokens
+from meshwright.cost.activations import choices_per_token, expert_tokens, fullest_rows, imbalance_of
 
 COUNT_BYTES = 8
 """Rows for each expert are counted in int64."""
@@ -109,11 +109,13 @@ def exchange_bytes(rows: int, hidden_size: int, element_bytes: int) -> int:
 
 def add_exchange_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
     """Per layer of experts and micro-batch: counts, rows to the experts and back, and backward both again; if loads are
-    even over the ranks of ep. With other loads as many calls, and other bytes."""
+    even over the ranks of ep. With other loads as many calls, and other bytes: with an imbalance, those that the fullest
+    rank gets or gives, whichever way is the fuller one."""
     layers, again = _num_calls(model, strategy, stage)
     if strategy.ep == 1 or not layers:
         return
-    rows = expert_rows(model, strategy, strategy.micro_batch_size, job.seq_length)
+    imbalance = imbalance_of(job, strategy)
+    rows = fullest_rows(model, strategy, strategy.micro_batch_size, job.seq_length, imbalance)
     payload_bytes = exchange_bytes(rows, model.hidden_size, strategy.recipe.parameter_bytes)
     for phase, times, has_counts in (("forward", layers, 1), ("recompute", again, 1), ("backward", layers, 0)):
         total.add("all_to_all", EP, phase, COUNT_BYTES * model.num_experts, strategy.ep, times * has_counts)

@@ -23,6 +23,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import largest_part
 from meshwright.core.strategy import Strategy
+from meshwright.cost.activations import imbalance_of
 from meshwright.cost.context import score_share
 
 NARAYANAN = "Narayanan et al. 2021, appendix"
@@ -30,7 +31,7 @@ GQA = "Ainslie et al. 2023, §2.2"
 GATED = "Shazeer 2020, eq. 6"
 MLA = "DeepSeek-AI 2024 (V2), §2.1"
 MOE = "Jiang et al. 2024, §2.1"
-SCORES, VALUES = "attention scores", "attention over values"
+EXPERTS, SCORES, VALUES = "experts", "attention scores", "attention over values"
 WITHOUT_WEIGHTS = (SCORES, VALUES)
 """Terms whose products are of activations with activations."""
 
@@ -97,7 +98,7 @@ def _mlp_terms(spec: ModelSpec, name: str, ffn_size: int, tp: int) -> tuple[Flop
 def _expert_terms(spec: ModelSpec, tp: int) -> Iterator[FlopTerm]:
     """The experts of one token, the router's product with all, what every token passes."""
     h, ffn, matrices = spec.hidden_size, largest_part(spec, "ffn", spec.expert_size, tp), 2 + spec.has_gated_experts
-    yield FlopTerm("experts", 2 * h * ffn * matrices * spec.experts_per_token, MOE)
+    yield FlopTerm(EXPERTS, 2 * h * ffn * matrices * spec.experts_per_token, MOE)
     yield FlopTerm("router", 2 * h * spec.num_experts * (1 + (spec.gate.noise == "gaussian")), MOE)
     if spec.shared_ffn_size:
         yield from _mlp_terms(spec, "shared experts", spec.shared_ffn_size, tp)
@@ -209,7 +210,8 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
     scores = round(even * score_share(strategy, job.seq_length)) if causal else even
     _, is_last = strategy.stage_ends(stage)
     head = total_flops(head_forward_terms(spec, tp=grid.side)) if is_last else 0
-    work = total_flops(terms) - even + scores
+    experts = total_flops(term for term in terms if term.name == EXPERTS)
+    work = total_flops(terms) - even + scores + round(experts * (imbalance_of(job, strategy) - 1))
     return StageFlops(layers=tokens * work, head=tokens * head, scores=tokens * scores)
 
 

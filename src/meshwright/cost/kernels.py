@@ -29,6 +29,7 @@ from meshwright.core.placement import largest_part
 from meshwright.core.precision import DTYPE_BYTES
 from meshwright.core.profile import Profile, Stack
 from meshwright.core.strategy import Strategy
+from meshwright.cost.activations import imbalance_of
 
 FUSED_BACKWARD = 2.5
 """FLOPs of backward over those of forward in fused attention (Dao et al. 2022, §3.1)."""
@@ -207,7 +208,7 @@ def layer_kernels(
     drops_scores = stack.dropout or job.attention_dropout > 0
     is_fused = stack.fused_attention and not job.attention_dropout  # whose probabilities are nowhere to be dropped
     fusion = _Fusion(is_fused, stack.attention_share, stack.dropout, drops_scores)
-    cuts = strategy.tp, strategy.et
+    cuts = strategy.tp, strategy.et, imbalance_of(job, strategy)
     return _kernels(spec, _shape(spec, job, strategy), cuts, rates, fusion, spec.is_sparse(layer))
 
 
@@ -223,12 +224,13 @@ class _Fusion:
 
 @lru_cache(maxsize=4096)
 def _kernels(
-    spec: ModelSpec, z: _Shape, cuts: tuple[int, int], rates: Rates, fusion: _Fusion, is_sparse: bool
+    spec: ModelSpec, z: _Shape, cuts: tuple[int, int, float], rates: Rates, fusion: _Fusion, is_sparse: bool
 ) -> LayerKernels:
     """A planner asks for the same layers in every pipeline.
 
     Args:
-        cuts: into how many parts the layer's widths are cut, and those of its experts.
+        cuts: into how many parts the layer's widths are cut, and those of its experts; rows of the fullest rank over
+            their mean.
     """
     attention = _fused_attention(z, rates, fusion) if fusion.fused_attention else _unfused_attention(z, rates, fusion)
     inner = _expert_products(spec, z, cuts, rates) if is_sparse else _mlp_products(z, z.ffn, rates)
@@ -262,11 +264,12 @@ def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
     return up + rates.layer_product(z.tokens, z.hidden, ffn)
 
 
-def _expert_products(spec: ModelSpec, z: _Shape, cuts: tuple[int, int], rates: Rates) -> Seconds:
-    """Each expert's rows by themselves, evenly loaded; the router; what every token passes."""
-    tp, et = cuts
+def _expert_products(spec: ModelSpec, z: _Shape, cuts: tuple[int, int, float], rates: Rates) -> Seconds:
+    """Each expert's rows by themselves, equally many but for the imbalance; the router; what every token passes."""
+    tp, et, imbalance = cuts
     ffn = -(-spec.expert_size // et)
-    rows, num = z.tokens * et / tp * spec.experts_per_token / spec.num_experts, spec.num_experts
+    num = spec.num_experts
+    rows = z.tokens * et / tp * imbalance * spec.experts_per_token / num
     matrices = 2 if spec.has_gated_experts else 1
     total = rates.layer_product(rows, matrices * ffn, z.hidden, num) + rates.layer_product(rows, z.hidden, ffn, num)
     total += rates.product(z.b * z.between, spec.num_experts, z.hidden)

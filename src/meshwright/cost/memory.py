@@ -25,6 +25,7 @@ from meshwright.core.strategy import Precision, Recompute, Strategy
 from meshwright.cost.activations import (
     embedding_terms,
     head_terms,
+    imbalance_of,
     layer_input_terms,
     layer_terms,
     loss_terms,
@@ -172,8 +173,9 @@ def moved_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> 
 
 
 def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
-    s = strategy
-    kinds = s.et, s.tensor, s.context, s.precision, s.sequence, s.keeps_operands
+    s, imbalance = strategy, imbalance_of(job, strategy)
+    expert = Expert(degree=s.ep if imbalance > 1 else 1, tensor=s.et)
+    kinds = expert, imbalance, s.tensor, s.context, s.precision, s.sequence, s.keeps_operands
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))
 
 
@@ -403,7 +405,8 @@ def _loss_numbers(job: Job) -> int:
 def _one_micro_batch(
     model: ModelSpec,
     tp: int,
-    et: int,
+    expert: Expert,
+    imbalance: float,
     tensor: Tensor,
     context: Context,
     precision: Precision,
@@ -416,16 +419,16 @@ def _one_micro_batch(
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
     recompute: Recompute = "selective" if tensor.kind == "3d" and not keeps_operands else "none"
     layout = {"tp": tp, "tensor": tensor, "context": context, "precision": precision, "sequence": sequence}
-    layout |= {"expert": Expert(tensor=et)}
+    layout |= {"expert": expert}
     alone = Strategy.model_validate({**layout, "recompute": recompute})
 
     def of_layer(layer: int) -> _LayerBytes:
         return _LayerBytes(
-            kept=total_bytes(layer_terms(model, alone, b, s, layer)),
+            kept=total_bytes(layer_terms(model, alone, b, s, layer, imbalance)),
             core=total_bytes(recomputed_core_terms(model, alone, b, s)),
-            mlp_half=total_bytes(mlp_half_terms(model, alone, b, s, layer)),
-            postponed=total_bytes(postponed_layer_terms(model, alone, b, s, layer)),
-            postponed_mlp_half=total_bytes(postponed_mlp_half_terms(model, alone, b, s, layer)),
+            mlp_half=total_bytes(mlp_half_terms(model, alone, b, s, layer, imbalance)),
+            postponed=total_bytes(postponed_layer_terms(model, alone, b, s, layer, imbalance)),
+            postponed_mlp_half=total_bytes(postponed_mlp_half_terms(model, alone, b, s, layer, imbalance)),
             gradient=output_gradient_bytes(model, alone, b, s),
         )
 

@@ -80,7 +80,8 @@ def _follows_loads(plan: Plan) -> Follows:
 
 def rehearsed_differences(plan: Plan, records: Iterable[RankRecord]) -> list[Difference]:
     """Everything in a rehearsal of some ranks that is not as forecast."""
-    model, job, strategy = plan.model, plan.job, plan.strategy
+    model, strategy = plan.model, plan.strategy
+    job = plan.job.model_copy(update={"imbalance": 1.0})  # no token chooses
     return [
         difference
         for r in records

@@ -31,6 +31,10 @@ class Emitted:
     """What the tool cannot express, or does otherwise."""
 
 
+OF_FORECASTS = {"imbalance": "it is for forecasts alone"}
+"""What no tool needs to know, though a plan was made with it."""
+
+
 def left_out(plan: Plan, tool: str, said: Collection[str], why: Mapping[str, str] | None = None) -> Iterator[str]:
     """One line for each field of strategy and job that is not at its default and was not said.
 
@@ -45,7 +49,7 @@ def left_out(plan: Plan, tool: str, said: Collection[str], why: Mapping[str, str
             if name in (*said, *SAID_OF_JOB, *FOLLOWS_FROM_CLUSTER):
                 continue
             if chosen != field.get_default(call_default_factory=True):
-                yield f"{name}={written(chosen)}: {(why or {}).get(name, f'{tool} has no such choice')}"
+                yield f"{name}={written(chosen)}: {(why or {}).get(name, OF_FORECASTS.get(name, f'{tool} has no such choice'))}"
 
 
 def written(value: Any) -> str:
