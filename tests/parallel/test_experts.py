@@ -17,9 +17,11 @@ from meshwright.core.layouts import Expert
 from meshwright.core.placement import placements
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
+from meshwright.cost.memory import memory
+from meshwright.cost.traffic import traffic
 from meshwright.parallel.experts import Exchange
 from tests.parallel.layouts import make_plan, mixture
-from tests.parallel.runs import Boxes, assembled, dataset, make_engine, run_plan, train, weights
+from tests.parallel.runs import Boxes, assembled, dataset, make_engine, own_batches, run_plan, train, weights
 from tests.parallel.test_matrix import assert_parity
 
 Ranks = Callable[..., list[list[str | None]]]
@@ -163,6 +165,38 @@ def collapsed_on_rank(rank: int, world: int, plan: str) -> tuple[float, list[int
     assert report.taken[:, 2:].abs().max() == 0
     assert float(report.imbalance.max()) == 4
     return losses[0], report.taken[:, 0].long().tolist()
+
+
+def fullest_on_rank(rank: int, world: int, plan: str) -> tuple[int, int, int]:
+    """(activations, rows sent over ep, calls over ep) of a step in which all tokens go to the first expert."""
+    engine = make_engine(plan)
+    for name, values in engine.parallel.states.parameters.items():
+        if name.endswith("router.weight"):
+            values.data.zero_()
+    with engine.parallel.census() as census:
+        engine.step(own_batches(engine, dataset(engine.plan), 0), 0.0)
+    row = engine.last_traffic.rows["all_to_all", "ep", "backward"]
+    return engine.memory(census.peak_bytes).activations_bytes, row.payload_bytes, row.calls
+
+
+@pytest.mark.parametrize("layout", [{"pp": 1}, {"pp": 2, "schedule": "zb-h1"}], ids=["whole", "split backward"])
+def test_the_fullest_rank_holds_what_an_imbalance_says(ranks: Ranks, layout: dict[str, Any]) -> None:
+    """All tokens on one rank of two: twice the mean. Its memory is the forecast's, and the other rank has less."""
+    model = mixture({"balance_loss": 0.0, "z_loss": 0.0}, num_layers=2, dense_layers=None, experts_per_token=1)
+    plan = run_plan(model, 4, dp=2, expert={"degree": 2}, **layout)
+    found = ranks(fullest_on_rank, plan.strategy.world_size, plan.to_toml())
+    job = plan.job.model_copy(update={"imbalance": 2.0})
+    at = [coordinates_of(rank, plan.strategy.sizes) for rank in range(len(found))]
+    uneven = [memory(model, job, plan.strategy, each).activations_bytes for each in at]
+    even = [memory(model, plan.job, plan.strategy, each).activations_bytes for each in at]
+    for rank, (kept, _, calls) in enumerate(found):
+        forecast = traffic(model, job, plan.strategy, at[rank]).rows["all_to_all", "ep", "backward"]
+        assert calls == forecast.calls
+        if at[rank]["dp"] == 0:
+            assert even[rank] < kept
+            assert kept == pytest.approx(uneven[rank], rel=0.005)
+        else:
+            assert kept < even[rank]
 
 
 def overlapped_on_rank(rank: int, world: int, plan: str) -> list[str]:

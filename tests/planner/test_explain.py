@@ -7,6 +7,7 @@ import re
 import pytest
 
 from meshwright.core.job import Job
+from meshwright.core.layouts import Expert
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
 from meshwright.cost.latency import mean_terms
@@ -118,3 +119,27 @@ def test_delayed_updates_are_said_and_never_offered_unasked(model, cluster):
     assert asked.plan.strategy.zero == 0
     assert "Its updates are delayed (`pipedream-2bw`)" in asked.plan.why
     assert "delayed" not in free.plan.why
+
+
+def test_an_imbalance_costs_time_and_memory_and_is_said(model, cluster):
+    """Of the ranks that share experts the fullest has more rows; where each has all of them, none has."""
+    spec = model(num_experts=8, experts_per_token=2, expert_ffn_size=2048)
+    fix = {"tp": 1, "pp": 1, "expert": Expert(degree=4), "zero": 1, "recompute": "none"}
+    found = {}
+    for imbalance in (1.0, 1.5):
+        job = Job(seq_length=2048, global_batch_size=64, imbalance=imbalance)
+        found[imbalance] = plan(spec, cluster(), job, fix)
+    even, uneven = found[1.0], found[1.5]
+    assert "imbalance" not in even.plan.why
+    assert "times the mean" not in even.plan.why
+    pricer = Pricer(spec, cluster(), Job(seq_length=2048, global_batch_size=64))
+    same = pricer.forecast(uneven.forecast.strategy)
+    assert uneven.forecast.step_time.total_s > 1.02 * same.step_time.total_s
+    assert uneven.forecast.memory.activations_bytes > 1.1 * same.memory.activations_bytes
+    assert f"with even loads a step takes {format_time(same.step_time.total_s)}" in uneven.plan.why
+    sent = [each.traffic.rows["all_to_all", "ep", "backward"] for each in (uneven.forecast, same)]
+    assert sent[0].calls == sent[1].calls
+    assert sent[0].payload_bytes == 1.5 * sent[1].payload_bytes
+    alone = plan(spec, cluster(), uneven.plan.job, {**fix, "expert": Expert()})
+    assert "costs nothing" in alone.plan.why
+    assert alone.forecast.memory == pricer.forecast(alone.forecast.strategy).memory

@@ -16,7 +16,7 @@ from meshwright.core.sources import load_cluster
 from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
-from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble
+from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble, measured_imbalance
 from tests.shapes import make_model
 
 
@@ -97,6 +97,12 @@ def test_records_of_other_ranks_are_refused(plan: Plan) -> None:
     records = as_forecast(plan)
     with pytest.raises(InputError, match="measurements of too many ranks: rank 8"):
         differences(plan, [*records, replace(records[0], rank=8)])
+
+
+def test_imbalance_is_that_of_the_fullest_rank_in_the_worst_layer() -> None:
+    """Eight choices of four experts: by expert 4 times the mean at most, by rank of two 1.5 times."""
+    assert measured_imbalance({"0": [4, 2, 1, 1], "1": [0, 4, 4, 0], "2": [0, 0, 0, 0]}, 2) == (1.5, "0")
+    assert measured_imbalance({"0": [4, 2, 1, 1], "1": [0, 8, 0, 0]}, 4) == (4.0, "1")
 
 
 def test_bubble_is_the_idle_share_of_one_pipeline(plan: Plan) -> None:

@@ -49,6 +49,9 @@ def plan_command(
     must: Annotated[list[str] | None, typer.Option(help="Constraint on the strategy, as in tp<=8 or pp>1.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="What a rank may fill: 60GB, or 75% of it.")] = None,
     explain_rules: Annotated[bool, typer.Option("--explain-rules", help="Each rule of thumb, one by one.")] = False,
+    imbalance: Annotated[
+        float, typer.Option(min=1, help="Of a mixture: rows of the fullest rank of experts over their mean.")
+    ] = 1.0,
     serve: Annotated[bool, typer.Option("--serve", help="Plan a server instead of a training.")] = False,
     prompt: Annotated[int, typer.Option(help="Tokens of a request's prompt, with --serve.")] = 2048,
     output: Annotated[int, typer.Option(help="Tokens of its answer.")] = 256,
@@ -74,7 +77,8 @@ def plan_command(
         fixed = [*(fix or ()), *([] if precision is None else [f"precision={precision}"])]
         serving.plan(spec, machines, asked, fixed, serving.Shown(top, explain_rules, out))
         return
-    job = Job.parse({"seq_length": seq, "global_batch_size": batch, "optimizer": optimizer}, "job")
+    values = {"seq_length": seq, "global_batch_size": batch, "optimizer": optimizer, "imbalance": imbalance}
+    job = Job.parse(values, "job")
     short = {"precision": precision, "zero": zero, "schedule": schedule, "recompute": recompute}
     fixed = [*(fix or ()), *(f"{name}={value}" for name, value in short.items() if value is not None)]
     _plan_training(

@@ -116,7 +116,7 @@ def _plan_table(plan: Plan) -> Table:
         "cluster": f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} {cluster.device.name}, "
         f"{format_bytes(cluster.usable_memory_bytes)} usable each",
         "job": f"{counted(job.global_batch_size, 'sequence')} of {counted(job.seq_length, 'token')} per step, "
-        f"{job.optimizer}",
+        f"{job.optimizer}{f', imbalance of experts {job.imbalance:g}' if job.imbalance > 1 else ''}",
         "strategy": f"{strategy.describe()} (dp={strategy.dp} tp={strategy.tp} pp={strategy.pp})",
         "batch": f"{strategy.dp} × {counted(strategy.num_micro_batches, 'micro-batch', 'micro-batches')} × "
         f"{counted(strategy.micro_batch_size, 'sequence')}",

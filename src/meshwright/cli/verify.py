@@ -74,7 +74,7 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
     ]
     console = report_console()
     _print_table(console, full.rank, rows, [c for r in _like(plan, full, rehearsed) for c in _compared(plan, r)])
-    for line in wrong:
+    for line in (*wrong, *_imbalance(plan, run)):
         console.print(line, highlight=False)
     if not wrong:
         who = f"all {len(records)} ranks" if len(records) > 1 else "the one rank"
@@ -82,6 +82,25 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
         if rehearsed:
             _print_agreement(console, f"dry run of {counted(len(rehearsed), 'role')}", REHEARSED_TOLERANCE)
     return not wrong
+
+
+def _imbalance(plan: Plan, run: RunFolder) -> Iterator[str]:
+    """How unevenly the ranks of experts were loaded in the last step, beside what the plan takes them to be."""
+    from meshwright.rehearse.verify import measured_imbalance
+    from meshwright.train.metrics import METRICS_FILE, read_metrics
+
+    if plan.strategy.ep == 1 or not (run.path / METRICS_FILE).exists():
+        return
+    last = next((row for row in reversed(read_metrics(run.path)) if row.expert_loads), None)
+    if last is None or last.expert_loads is None:
+        return
+    measured, layer = measured_imbalance(last.expert_loads, plan.strategy.ep)
+    planned = plan.job.imbalance
+    advice = f"; plan with --imbalance {measured:.2f}" if measured > 1.05 * planned else ""
+    yield (
+        f"imbalance of the {plan.strategy.ep} ranks that share experts: forecast for {planned:.2f}, measured "
+        f"{measured:.2f} in step {last.step} (layer {layer}){advice}"
+    )
 
 
 def _rehearsed(plan: Plan) -> list[RankRecord]:

@@ -218,9 +218,7 @@ def _rows(z: _Sizes, count: int) -> _Sizes:
     return replace(z, tokens=count, between=count)
 
 
-def _expert_terms(
-    spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int, imbalance: float
-) -> list[ByteTerm]:
+def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int, imbalance: float) -> list[ByteTerm]:
     """Router, rows by expert with what is inside and behind the experts, shared experts. The router's are of this
     rank's tokens, the experts' of those of all tp ranks."""
     rows, gate = _rows(z, expert_rows(spec, strategy, b, s)), spec.gate

@@ -109,8 +109,8 @@ def exchange_bytes(rows: int, hidden_size: int, element_bytes: int) -> int:
 
 def add_exchange_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:
     """Per layer of experts and micro-batch: counts, rows to the experts and back, and backward both again; if loads are
-    even over the ranks of ep. With other loads as many calls, and other bytes: with an imbalance, those that the fullest
-    rank gets or gives, whichever way is the fuller one."""
+    even over the ranks of ep. With other loads as many calls, and other bytes: with an imbalance, as many as the
+    fullest rank gets on the way there, and sends on the way back."""
     layers, again = _num_calls(model, strategy, stage)
     if strategy.ep == 1 or not layers:
         return

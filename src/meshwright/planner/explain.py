@@ -68,6 +68,7 @@ def explain(winner: Forecast, search: Search, advice: Sequence[tuple[str, str]],
         _range(winner, pricer.cluster),
         _limits(winner, pricer),
         _memory(winner),
+        _imbalance(winner, pricer),
         _zero_beside_pipeline(winner.strategy, pricer.model, pricer.job),
         *others,
         "" if is_reordered else _order(winner, pricer),
@@ -131,6 +132,23 @@ def _unpriced(strategy: Strategy, cluster: ClusterSpec) -> str:
         f" What passes to and from {' and '.join(unknown)} is not timed: the cluster states no speed."
         if unknown
         else ""
+    )
+
+
+def _imbalance(winner: Forecast, pricer: Pricer) -> str:
+    """What uneven loads of the ranks of experts cost."""
+    strategy, imbalance = winner.strategy, pricer.job.imbalance
+    if imbalance == 1 or not pricer.model.num_experts:
+        return ""
+    if strategy.ep == 1:
+        return "Every rank has all experts, so that the imbalance of their loads costs nothing."
+    job = pricer.job.model_copy(update={"imbalance": 1.0})
+    even = Pricer(pricer.model, pricer.cluster, job, pricer.stack).forecast(strategy)
+    more_bytes = winner.memory.total_bytes - even.memory.total_bytes
+    return (
+        f"Of {strategy.ep} ranks that share experts the fullest is taken to get {imbalance:g} times the mean number "
+        f"of rows: with even loads a step takes {format_time(even.step_time.total_s)}, and {format_bytes(more_bytes)} "
+        "less."
     )
 
 

@@ -6,7 +6,7 @@ on how well the cluster's description fits the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -152,6 +152,20 @@ def _memory(
         if abs(measured - expected[category]) > allowed:
             name = category.removesuffix("_bytes")
             yield Difference(record.rank, "memory", name, expected[category], measured, "bytes")
+
+
+def measured_imbalance(loads: Mapping[str, Sequence[int]], ep: int) -> tuple[float, str]:
+    """(rows of the fullest of `ep` ranks over their mean, the layer where they are) of each layer's loads by expert.
+
+    A layer that no token came to is even.
+    """
+    found = {}
+    for layer, by_expert in loads.items():
+        num = len(by_expert) // ep
+        by_rank = [sum(by_expert[at : at + num]) for at in range(0, len(by_expert), num)]
+        found[layer] = max(by_rank) * ep / sum(by_rank) if sum(by_rank) else 1.0
+    worst = max(found, key=found.__getitem__)
+    return found[worst], worst
 
 
 def measured_bubble(records: Iterable[RankRecord]) -> float | None:

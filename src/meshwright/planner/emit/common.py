@@ -49,7 +49,8 @@ def left_out(plan: Plan, tool: str, said: Collection[str], why: Mapping[str, str
             if name in (*said, *SAID_OF_JOB, *FOLLOWS_FROM_CLUSTER):
                 continue
             if chosen != field.get_default(call_default_factory=True):
-                yield f"{name}={written(chosen)}: {(why or {}).get(name, OF_FORECASTS.get(name, f'{tool} has no such choice'))}"
+                reason = {**OF_FORECASTS, **(why or {})}.get(name, f"{tool} has no such choice")
+                yield f"{name}={written(chosen)}: {reason}"
 
 
 def written(value: Any) -> str:
