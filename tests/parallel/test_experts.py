@@ -194,7 +194,7 @@ def test_the_fullest_rank_holds_what_an_imbalance_says(ranks: Ranks, layout: dic
         forecast = traffic(model, job, plan.strategy, at[rank]).rows["all_to_all", "ep", "backward"]
         assert calls == forecast.calls
         if at[rank]["dp"] == 0:
-            assert uneven[rank] > 1.2 * even[rank]
+            assert uneven[rank] > 1.1 * even[rank]
             assert kept == pytest.approx(uneven[rank], rel=REHEARSED_TOLERANCE)
         else:
             assert kept < even[rank]

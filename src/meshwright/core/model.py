@@ -171,6 +171,11 @@ class ModelSpec(Value):
                 raise ValueError(f"{name} with latent attention: it has all heads, rotary positions and no biases")
 
     @property
+    def has_noise(self) -> bool:
+        """Whether its routers draw, in training."""
+        return self.num_experts > 0 and self.gate.noise != "none"
+
+    @property
     def gate(self) -> RouterSpec:
         """`router`, or the defaults."""
         return self.router or RouterSpec()

@@ -269,13 +269,19 @@ def _expert_products(spec: ModelSpec, z: _Shape, cuts: tuple[int, int, float], r
     tp, et, imbalance = cuts
     ffn = -(-spec.expert_size // et)
     num = spec.num_experts
-    rows = z.tokens * et / tp * imbalance * spec.experts_per_token / num
+    rows = _more(z.tokens * et / tp * spec.experts_per_token / num, imbalance)
     matrices = 2 if spec.has_gated_experts else 1
     total = rates.layer_product(rows, matrices * ffn, z.hidden, num) + rates.layer_product(rows, z.hidden, ffn, num)
     total += rates.product(z.b * z.between, spec.num_experts, z.hidden)
     if spec.shared_ffn_size:
         total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, tp), rates)
     return total
+
+
+def _more(rows: float, imbalance: float) -> float:
+    """So many times as many, aligned if they are: an imbalance is a mean over experts, not a number of rows."""
+    unit = 1 if rows % ALIGNED_TO else ALIGNED_TO
+    return rows if imbalance == 1 else unit * round(rows * imbalance / unit)
 
 
 def _fused_attention(z: _Shape, rates: Rates, fusion: _Fusion) -> Seconds:

@@ -103,8 +103,7 @@ class ParallelModel:
             tensor.apply(model, spec, mesh[TP], strategy.sequence, _width(strategy, mesh))
         else:
             grids.apply(model, spec, strategy.grid, mesh, strategy.keeps_operands)
-        has_noise = spec.num_experts > 0 and spec.gate.noise != "none"
-        self.masks = Masks(job.dropout, 0, part, job.attention_dropout, has_noise=has_noise)
+        self.masks = Masks(job.dropout, 0, part, job.attention_dropout, has_noise=spec.has_noise)
         dropout.apply(model, self.masks)
         context.drop(model, self.masks)
         self.exchanges = experts.spread(model.layers, spec, mesh[EP]) if strategy.ep > 1 else {}

@@ -103,9 +103,8 @@ class Reference:
     def __init__(self, plan: Plan, options: OptimizerOptions, seed: int) -> None:
         self.model = build(plan.model, "cpu", DTYPES[plan.strategy.recipe.parameter])
         init.initialize(self.model, plan.model, seed)
-        has_noise = plan.model.num_experts > 0 and plan.model.gate.noise != "none"
         rates = plan.job.dropout, plan.job.attention_dropout
-        self.masks = Masks(rates[0], seed, attention_rate=rates[1], has_noise=has_noise)
+        self.masks = Masks(rates[0], seed, attention_rate=rates[1], has_noise=plan.model.has_noise)
         dropout.apply_dense(self.model, self.masks)
         self.options, self.job = options, plan.job
         self.routers = _plain_routers(self.model, plan.model) if plan.model.num_experts else None
