@@ -215,7 +215,7 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
     return StageFlops(layers=tokens * work, head=tokens * head, scores=tokens * scores)
 
 
-# --- utilisation, and closed forms to check against --------------------------------------------------------
+# --- utilisation -------------------------------------------------------------------------------------------
 
 
 def mfu(spec: ModelSpec, job: Job, step_s: float, num_devices: int, peak_flops_per_s: float) -> float:
@@ -224,35 +224,3 @@ def mfu(spec: ModelSpec, job: Job, step_s: float, num_devices: int, peak_flops_p
     Source: Chowdhery et al. 2022, appendix B.
     """
     return model_flops(spec, job) / (step_s * num_devices * peak_flops_per_s)
-
-
-def hfu(spec: ModelSpec, job: Job, recompute: str, step_s: float, num_devices: int, peak_flops_per_s: float) -> float:
-    """Hardware FLOPs utilisation: as :func:`mfu`, recomputation included.
-
-    Source: Korthikanti et al. 2022, §6.3.
-    """
-    return hardware_flops(spec, job, recompute) / (step_s * num_devices * peak_flops_per_s)
-
-
-def megatron_step_flops(
-    num_layers: int, hidden_size: int, vocab_size: int, seq_length: int, batch_size: int, *, recompute: bool
-) -> float:
-    """FLOPs of one step of a GPT with an MLP of 4h, in closed form; a witness for the sums above.
-
-    With full recompute 96·B·s·L·h²·(1 + s/6h + V/16Lh), without it 72·B·s·L·h²·(1 + s/6h + V/12Lh).
-
-    Source: Narayanan et al. 2021, §5.1, eq. 3; without recompute derived from it.
-    """
-    h, s, layers = hidden_size, seq_length, num_layers
-    factor, head = (96, 16) if recompute else (72, 12)
-    return factor * batch_size * s * layers * h**2 * (1 + s / (6 * h) + vocab_size / (head * layers * h))
-
-
-def training_s(
-    num_parameters: float, num_tokens: float, num_devices: int, flops_per_s: float, *, recompute: bool = True
-) -> float:
-    """Seconds to train on `num_tokens` at `flops_per_s` achieved by each device: 8·T·N/(n·X), 6 without recompute.
-
-    Source: Narayanan et al. 2021, §5.1, eq. 4.
-    """
-    return (8 if recompute else 6) * num_tokens * num_parameters / (num_devices * flops_per_s)

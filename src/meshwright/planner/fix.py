@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,17 +24,33 @@ def parse_fix(texts: Iterable[str]) -> dict[str, Any]:
 
     Raises InputError naming the text.
     """
-    fix: dict[str, Any] = {}
+    checked = check_fix({name: _parsed(name, value) for name, value in named_values(texts, FIELDS, "--fix", "dp=2")})
+    _check_chunks(checked)
+    return checked
+
+
+def named_values(texts: Iterable[str], fields: Sequence[str], option: str, example: str) -> Iterator[tuple[str, str]]:
+    """(field, value) of each `FIELD=VALUE`, as text; whether there is such a field is looked at by the caller.
+
+    Args:
+        texts: what was given to `option`.
+        fields: what may be named; said where a text has another form.
+        option: as it is typed, for example `--fix`.
+        example: a text of the right form.
+
+    Raises InputError naming the text: another form, or a field that was named before.
+    """
+    found: dict[str, str] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not value:
-            raise InputError(f"--fix {text}: write FIELD=VALUE, for example --fix dp=2; fields: {', '.join(FIELDS)}")
-        if name in fix:
-            raise InputError(f"--fix {text}: `{name}` is already fixed to {fix[name]}")
-        fix[name] = _parsed(name, value)
-    checked = check_fix(fix)
-    _check_chunks(checked)
-    return checked
+            raise InputError(
+                f"{option} {text}: write FIELD=VALUE, for example {option} {example}; fields: {', '.join(fields)}"
+            )
+        if name in found:
+            raise InputError(f"{option} {text}: `{name}` is already fixed to {found[name]}")
+        found[name] = value
+        yield name, value
 
 
 def _check_chunks(fix: Mapping[str, Any]) -> None:

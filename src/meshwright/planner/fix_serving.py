@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from meshwright.core.errors import InputError
 from meshwright.core.serving import Layout, Requests, ServingPlan
 from meshwright.core.values import shortened
-from meshwright.planner.fix import known
+from meshwright.planner.fix import known, named_values
 
 FIELDS = tuple(Layout.model_fields)
 
@@ -20,22 +20,14 @@ def parse_layout(texts: Iterable[str], option: str = "--fix") -> dict[str, Any]:
 
     Raises InputError naming the text.
     """
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not equals or not value:
-            raise InputError(
-                f"{option} {text}: write FIELD=VALUE, for example {option} tp=2; fields: {', '.join(FIELDS)}"
-            )
-        if name not in FIELDS:
-            raise InputError(f"{option} {text}: not a field of a layout; {known(name, FIELDS)}")
-        if name in found:
-            raise InputError(f"{option} {text}: `{name}` is already {found[name]}")
-        found[name] = _value(name, value.split(",") if name == "layers_per_stage" else value, f"{option} {text}")
-    return found
+    return {name: _value(name, text, option) for name, text in named_values(texts, FIELDS, option, "tp=2")}
 
 
-def _value(name: str, value: object, where: str) -> Any:
+def _value(name: str, text: str, option: str) -> Any:
+    where = f"{option} {name}={text}"
+    if name not in FIELDS:
+        raise InputError(f"{where}: not a field of a layout; {known(name, FIELDS)}")
+    value = text.split(",") if name == "layers_per_stage" else text
     try:
         return getattr(Layout.model_validate({name: value}), name)
     except ValidationError as error:
