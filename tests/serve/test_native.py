@@ -83,6 +83,18 @@ def test_norms_and_gates(kernels, dtype):
     assert torch.equal(halves, kernels.gated(gate[None], up[None])), "halves of one product"
 
 
+def test_the_largest_of_each_row(kernels):
+    rows = torch.randn(9, 1301)
+    rows[1, 1300], rows[2, [7, 900]], rows[3, 5], rows[4] = 99, 50, torch.nan, -torch.inf
+    rows[5, 600], rows[6] = torch.inf, 1.0
+    values, places = kernels.largest(rows)
+    expected = rows.max(dim=-1)
+    torch.testing.assert_close(values, expected.values, equal_nan=True, rtol=0, atol=0)
+    sound = [0, 1, 2, 4, 5, 6, 7, 8]
+    assert places[sound].tolist() == expected.indices[sound].tolist()
+    assert torch.equal(kernels.largest(rows.t().contiguous().t())[1], places), "whatever the strides"
+
+
 @DTYPES
 def test_what_is_not_finite_stays_so(kernels, dtype):
     bad = torch.tensor([[[float("nan"), float("inf"), 1.0, -1.0]]]).to(dtype)
@@ -112,7 +124,7 @@ def logits_of(model, rows: int, stacked: bool, threads: int) -> tuple[list[torch
     runner, found, calls = engine.runner, [], []
     stack, run = runner._stack, runner.run
     assert stack is not None
-    runner._stack = (lambda x, step: calls.append(1) or stack(x, step)) if stacked else None
+    runner._stack = (lambda tokens, step: calls.append(1) or stack(tokens, step)) if stacked else None
     runner.run = lambda batch: found.append(run(batch)) or found[-1]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -281,7 +281,10 @@ class Engine:
                 chosen.append(chunk.sequence)
         answering = [at for at, s in enumerate(chosen) if s.num_tokens < s.max_length]
         picked = [chosen[at] for at in answering]
-        choices = dict(zip(picked, choose(logits[[rows[at] for at in answering]], picked, self.end_tokens)))
+        own = [rows[at] for at in answering]
+        if own != list(range(len(logits))):
+            logits = logits[own]
+        choices = dict(zip(picked, choose(logits, picked, self.end_tokens)))
         events = [self._take(s, choices.get(s), prompt_rows.pop(s, ())) for s in chosen]
         return events + [Event(s, prompt_logprobs=found) for s, found in prompt_rows.items()]
 

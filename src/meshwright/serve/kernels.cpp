@@ -25,4 +25,7 @@ void gated_bfloat16(const BFloat16 *gate, const BFloat16 *up, BFloat16 *out, lon
                     long threads) {
     gated(gate, up, out, rows, size, stride, threads);
 }
+void largest_float32(const float *rows, float *values, int64_t *places, long num_rows, long size, long threads) {
+    largest(rows, values, places, num_rows, size, threads);
+}
 }

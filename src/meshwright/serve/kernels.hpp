@@ -324,3 +324,30 @@ static void gated(const T *gate, const T *up, T *out, long num_rows, long size, 
     for (long row = 0; row < num_rows; row++)
         gated_row(gate + row * stride, up + row * stride, out + row * size, size);
 }
+
+constexpr long SPAN = 512;  // logits whose largest is found before its place is looked for
+
+// The largest of a row and its first place; not-a-number where one is in it.
+static void largest_of(const float *row, long size, float &value, int64_t &place) {
+    float best = -INFINITY;
+    long first = 0;
+    int is_bad = 0;
+    for (long begin = 0; begin < size; begin += SPAN) {
+        long end = begin + SPAN < size ? begin + SPAN : size;
+        float own = -INFINITY;
+#pragma omp simd reduction(max : own) reduction(| : is_bad)
+        for (long at = begin; at < end; at++) {
+            own = row[at] > own ? row[at] : own;
+            is_bad |= row[at] != row[at];
+        }
+        if (own > best) best = own, first = begin;
+    }
+    while (first < size - 1 && row[first] != best) first++;
+    value = is_bad ? NAN : best;
+    place = first;
+}
+
+static void largest(const float *rows, float *values, int64_t *places, long num_rows, long size, long threads) {
+#pragma omp parallel for num_threads(threads) if (num_rows * size > ENOUGH * 8)
+    for (long row = 0; row < num_rows; row++) largest_of(rows + row * size, size, values[row], places[row]);
+}

@@ -95,6 +95,8 @@ class Kernels:
         self._attention = _by_dtype(library, "attention", attention)
         self._norm = _by_dtype(library, "norm", norm)
         self._gated = _by_dtype(library, "gated", gated)
+        self._largest = library.largest_float32
+        self._largest.argtypes, self._largest.restype = [pointer, pointer, pointer, c_long, c_long, c_long], None
         self._product = library.product
         self._product.argtypes = [pointer, pointer, pointer, pointer, pointer, c_long, c_long, c_long, c_long]
         self._product.restype = None
@@ -146,6 +148,15 @@ class Kernels:
         )  # fmt: skip
         return out
 
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row [n, V], fp32: the largest value [n], not-a-number where one is in it, and its first place."""
+        logits = logits.contiguous()
+        values, places = logits.new_empty(len(logits)), logits.new_empty(len(logits), dtype=torch.int64)
+        self._largest(
+            logits.data_ptr(), values.data_ptr(), places.data_ptr(), *logits.shape, torch.get_num_threads()
+        )
+        return values, places
+
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
     ) -> torch.Tensor:
@@ -171,17 +182,17 @@ class Kernels:
         return int(self._stack_room(addressof(stack), step.reference))
 
     def run_stack(
-        self, stack: Structure, step: DecodeStep, x: torch.Tensor, logits: torch.Tensor, room: torch.Tensor
+        self, stack: Structure, step: DecodeStep, tokens: torch.Tensor, logits: torch.Tensor, room: torch.Tensor
     ) -> None:
-        """All layers, the last norm and the head, of a step whose rows all decode.
+        """A step whose rows all decode, from the embedding to the logits.
 
         Args:
             stack: of :mod:`meshwright.serve.stack`.
-            x: [T, h], bf16, overwritten.
-            logits: [T, V], bf16, written.
+            tokens: [T], int64, all of the vocabulary.
+            logits: [T, V], fp32, written.
             room: as many bytes as :meth:`stack_room_bytes` says.
         """
-        self._stack_run(addressof(stack), step.reference, x.data_ptr(), logits.data_ptr(), room.data_ptr())
+        self._stack_run(addressof(stack), step.reference, tokens.data_ptr(), logits.data_ptr(), room.data_ptr())
 
 
 def in_tiles(weight: torch.Tensor) -> torch.Tensor:

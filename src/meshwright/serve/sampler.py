@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.serve.native import kernels
 from meshwright.serve.request import SamplingParams, Sequence, uniform
 
 
@@ -46,10 +47,10 @@ def choose(logits: torch.Tensor, sequences: Ordered[Sequence], end_tokens: froze
     """
     if not sequences:
         return []
-    best = logits.max(dim=-1)
-    finite, likeliest = best.values.isfinite().tolist(), best.indices.tolist()
+    largest, places = _largest(logits)
+    finite, likeliest = largest.isfinite().tolist(), places.tolist()
     together = [row for row, s in enumerate(sequences) if finite[row] and _draws_simply(s.params) and not _changes(s)]
-    drawn = dict(zip(together, _draw_all(logits, best.values, together, sequences)))
+    drawn = dict(zip(together, _draw_all(logits, largest, together, sequences)))
     choices = []
     for row, sequence in enumerate(sequences):
         if not finite[row]:
@@ -66,6 +67,12 @@ def choose(logits: torch.Tensor, sequences: Ordered[Sequence], end_tokens: froze
         logprobs = None if params.logprobs is None else logprobs_of(own, token, params.logprobs)
         choices.append(Choice(token, logprobs))
     return choices
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and places [n] of the largest of each row [n, V]."""
+    found = kernels() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
+    return logits.max(dim=-1) if found is None else found.largest(logits)
 
 
 def _draws_simply(params: SamplingParams) -> bool:

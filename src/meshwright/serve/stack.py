@@ -34,13 +34,14 @@ class _Stack(Structure):
         ("layers", POINTER(_Layer)),
         *((name, c_long) for name in ("num_layers", "hidden", "ffn")),
         *((name, c_float) for name in ("eps", "head_eps")),
+        ("embedding", c_void_p),
         ("final_norm", c_void_p),
         ("head", _Product),
     ]
 
 
 class Stack:
-    """All layers, the last norm and the head of a model in bf16, whose modules are those of `serve.layers`.
+    """Embedding, layers, the last norm and the head of a model in bf16, whose modules are those of `serve.layers`.
 
     Args:
         model: with kernels and packed weights.
@@ -59,27 +60,29 @@ class Stack:
         self._num_outputs = head.num_outputs
         self.c = _Stack(
             cast(self._layers, POINTER(_Layer)), len(made), head.num_inputs, first.mlp.plain.down.product.num_inputs,
-            model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps, model.final_norm.weight.data_ptr(),
-            _product(head),
+            model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps, model.embedding.weight.data_ptr(),
+            model.final_norm.weight.data_ptr(), _product(head),
         )  # fmt: skip
         self._room = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, x: torch.Tensor, step: DecodeStep) -> torch.Tensor:
-        """Logits [T, V] of hidden states [T, h], which are overwritten."""
+    def __call__(self, tokens: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+        """Logits [T, V], fp32, of tokens [T]."""
         needed = self._kernels.stack_room_bytes(self.c, step)
         if len(self._room) < needed:
             self._room = torch.empty(needed, dtype=torch.uint8)
-        logits = x.new_empty(len(x), self._num_outputs)
-        self._kernels.run_stack(self.c, step, x, logits, self._room)
+        logits = torch.empty(len(tokens), self._num_outputs)
+        self._kernels.run_stack(self.c, step, tokens, logits, self._room)
         return logits
 
 
 def stack_of(model: nn.Module, caches: list[torch.Tensor]) -> Stack | None:
-    """The stack of a model of one stage; None where a module is one that it does not know."""
+    """The stack of a whole model; None where a module is one that it does not know."""
     found = kernels()
     if found is None or not found.has_tiles or not all(_is_known(layer) for layer in model.layers.values()):
         return None
     norms = {module.eps for layer in model.layers.values() for module in (layer.attention_norm, layer.mlp_norm)}
+    if model.positions is not None or model.embedding.region.axis.size > 1:
+        return None
     if type(model.final_norm) is not NativeNorm or norms != {model.final_norm.eps} or not _is_tiled(model.head):
         return None
     return Stack(model, caches, found)

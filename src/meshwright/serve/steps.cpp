@@ -37,7 +37,7 @@ struct Stack {
     const Layer *layers;
     long num_layers, hidden, ffn;
     float eps, head_eps;  // of layers' norms, and of those of queries and keys
-    const BFloat16 *final_norm;
+    const BFloat16 *embedding, *final_norm;
     Product head;
 };
 
@@ -48,27 +48,31 @@ struct alignas(128) Phase {
 
 // What a step writes and reads again; `tiles` where there are more rows than one reading of a weight takes.
 struct Scratch {
-    BFloat16 *x, *normed, *qkv, *heads, *sum, *both, *inner;
+    BFloat16 *x, *normed, *qkv, *heads, *sum, *both, *inner, *logits;
     uint16_t *tiles;
 };
 
 class Run {
    public:
-    Run(const Stack &stack, const Step &step, const Scratch &scratch, BFloat16 *logits, Phase *phases)
-        : stack(stack), step(step), own(scratch), logits(logits), next(phases) {}
+    Run(const Stack &stack, const Step &step, const Scratch &scratch, Phase *phases)
+        : stack(stack), step(step), own(scratch), next(phases) {}
 
-    void all() {
-        for (long at = 0; at < stack.num_layers; at++) layer(stack.layers[at], at == 0);
-        each_row([&](long row) { enter_norm(row, false, stack.final_norm); });
-        product(stack.head, own.normed, logits);
+    void all(const int64_t *tokens, float *logits) {
+        for (long at = 0; at < stack.num_layers; at++) layer(stack.layers[at], at == 0 ? tokens : nullptr);
+        each_row([&](long row) { enter_norm(row, nullptr, stack.final_norm); });
+        product(stack.head, own.normed, own.logits);
         _tile_release();
+        long size = stack.head.outputs;
+        each_row([&](long row) {
+#pragma omp simd
+            for (long at = row * size; at < (row + 1) * size; at++) logits[at] = wide(own.logits[at]);
+        });
     }
 
    private:
     const Stack &stack;
     const Step &step;
     const Scratch own;
-    BFloat16 *const logits;
     Phase *next;
     long configured = -1;
 
@@ -95,15 +99,15 @@ class Run {
         phase(step.num_tokens, std::max(1L, step.num_tokens / (SHARES * step.threads)), task);
     }
 
-    void layer(const Layer &layer, bool is_first) {
+    void layer(const Layer &layer, const int64_t *tokens) {
         const Shape &shape = step.shape;
         long q_size = shape.heads * shape.dim, parts = parts_of(step);
-        each_row([&](long row) { enter_norm(row, is_first, layer.attention_norm); });
+        each_row([&](long row) { enter_norm(row, tokens, layer.attention_norm); });
         product(layer.qkv, own.normed, own.qkv);
         phase(step.num_tokens * parts, 1, [&](long task) { attend_part(layer, task / parts, task % parts, parts); });
         if (own.tiles) each_row([&](long row) { to_tiles(own.heads, row, q_size); });
         product(layer.o, own.heads, own.sum);
-        each_row([&](long row) { enter_norm(row, false, layer.mlp_norm); });
+        each_row([&](long row) { enter_norm(row, nullptr, layer.mlp_norm); });
         product(layer.gate_up, own.normed, own.both);
         each_row([&](long row) {
             const BFloat16 *both = own.both + 2 * row * stack.ffn;
@@ -113,12 +117,14 @@ class Run {
         product(layer.down, own.inner, own.sum);
     }
 
-    // x += sum, unless there is none yet; normed = norm(x).
-    void enter_norm(long row, bool is_first, const BFloat16 *weight) {
+    // x = the token's embedding, or x += sum; normed = norm(x).
+    void enter_norm(long row, const int64_t *tokens, const BFloat16 *weight) {
         long size = stack.hidden;
         BFloat16 *x = own.x + row * size;
         const BFloat16 *sum = own.sum + row * size;
-        if (!is_first) {
+        if (tokens) {
+            memcpy(x, stack.embedding + tokens[row] * size, size * sizeof(*x));
+        } else {
 #pragma omp simd
             for (long at = 0; at < size; at++) put(x[at], wide(x[at]) + wide(sum[at]));
         }
@@ -181,14 +187,15 @@ long cut(const Stack &stack, const Step &step, char *room, Scratch &out, Phase *
         return from;
     };
     auto values = [&](long size) { return reinterpret_cast<BFloat16 *>(take(2 * rows * size)); };
-    phases = reinterpret_cast<Phase *>(take(aligned((9 * stack.num_layers + 2) * long(sizeof(Phase)) + 128)));
-    out.x = nullptr;
+    phases = reinterpret_cast<Phase *>(take(aligned((9 * stack.num_layers + 3) * long(sizeof(Phase)) + 128)));
+    out.x = values(stack.hidden);
     out.normed = values(stack.hidden);
     out.qkv = values(q_size + 2 * step.shape.kv_heads * dim);
     out.heads = values(q_size);
     out.sum = values(stack.hidden);
     out.both = values(2 * stack.ffn);
     out.inner = values(stack.ffn);
+    out.logits = values(stack.head.outputs);
     out.tiles = rows > products::PANEL
                     ? reinterpret_cast<uint16_t *>(take(2 * padded * products::TILE * widest))
                     : nullptr;
@@ -205,16 +212,15 @@ long stack_room(const Stack *stack, const Step *step) {
     return cut(*stack, *step, nullptr, scratch, phases) + 128;
 }
 
-// x [rows, hidden], which is overwritten, through all layers to logits [rows, outputs of the head].
-void stack_run(const Stack *stack, const Step *step, BFloat16 *x, BFloat16 *logits, char *room) {
+// tokens [rows] through all layers to logits [rows, outputs of the head].
+void stack_run(const Stack *stack, const Step *step, const int64_t *tokens, float *logits, char *room) {
     Scratch scratch;
     Phase *phases;
     room += (128 - reinterpret_cast<uintptr_t>(room) % 128) % 128;
     cut(*stack, *step, room, scratch, phases);
-    scratch.x = x;
-    for (long at = 0; at < 9 * stack->num_layers + 2; at++) new (phases + at) Phase;
+    for (long at = 0; at < 9 * stack->num_layers + 3; at++) new (phases + at) Phase;
 #pragma omp parallel num_threads(step->threads)
-    Run(*stack, *step, scratch, logits, phases).all();
+    Run(*stack, *step, scratch, phases).all(tokens, logits);
 }
 }
 
@@ -223,7 +229,7 @@ void stack_run(const Stack *stack, const Step *step, BFloat16 *x, BFloat16 *logi
 struct Stack;
 extern "C" {
 long stack_room(const Stack *, const Step *) { return 0; }
-void stack_run(const Stack *, const Step *, BFloat16 *, BFloat16 *, char *) {}
+void stack_run(const Stack *, const Step *, const int64_t *, float *, char *) {}
 }
 
 #endif

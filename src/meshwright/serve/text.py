@@ -55,12 +55,11 @@ class Detokenizer:
         """One more token; the text that is certain now and was not before."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
-        certain = len(text) - (text.endswith(UNKNOWN))
-        if self._is_byte(token):
-            certain = self._given
+        is_byte = self._is_byte(token)
+        certain = self._given if is_byte else len(text) - text.endswith(UNKNOWN)
         piece = text[self._given : certain]
         self._given = max(self._given, certain)
-        if certain == len(text) and not self._is_byte(token):
+        if certain == len(text) and not is_byte:
             self._start, self._firm = self._firm, len(self._ids)
             self._given = len(self._decode(self._ids[self._start :]))
         return piece
