@@ -21,6 +21,7 @@ from meshwright.models.build import build
 from meshwright.serve.batch import Batch
 from meshwright.serve.engine import Engine
 from meshwright.serve.linear import product_of
+from meshwright.serve.native import LargePages
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams
 
@@ -61,8 +62,9 @@ def measure_server(mesh: Mesh, seconds: Timer, mean: Callable[[float], float]) -
 def _few_rows(seconds: Timer) -> Iterator[tuple[str, int, float]]:
     """(dtype, rows, FLOP/s) of each dtype that the server has a product for."""
     for name, dtype in DTYPES.items():
+        pages = LargePages()
         try:
-            products = [product_of(torch.ones(OUTPUTS, INPUTS, dtype=dtype), None) for _ in range(NUM_WEIGHTS)]
+            products = [product_of(torch.ones(OUTPUTS, INPUTS, dtype=dtype), None, pages) for _ in range(NUM_WEIGHTS)]
         except (AttributeError, RuntimeError):  # this processor, or build of PyTorch, has none
             continue
         for rows in ROWS:

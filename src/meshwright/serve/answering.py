@@ -68,6 +68,8 @@ class Answering:
         self._answers: dict[int, Answer] = {}
         """By the choice's index."""
         self._texts: dict[int, str] = {}
+        self._before = ""
+        """Of every chunk's text, up to its choice."""
         body = talk.body
         for prompt in talk.prompts:
             loop.engine.check(prompt, talk.params)
@@ -180,18 +182,18 @@ class Answering:
             logprobs = api.chat_logprobs(found, self._text_of) if found else None
             delta = {"content": event.text} if event.text or found else {}
             return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _finish(event)}
-        answer = Answer(event.sequence.prompt)
-        answer.add(event)
         is_empty = not (event.text or event.logprobs or event.prompt_logprobs)
         if is_empty and event.finish is None and not (is_first and self._talk.echo):
             return None
-        before = self._prompt_text(answer) if self._talk.echo and is_first else ""
-        return {"index": index, "text": before + event.text, "logprobs": self._piece_logprobs(index, answer, is_first),
+        before = self._loop.engine.decode(event.sequence.prompt) if self._talk.echo and is_first else ""
+        return {"index": index, "text": before + event.text, "logprobs": self._piece_logprobs(index, event, is_first),
                 "finish_reason": _finish(event)}  # fmt: skip
 
-    def _piece_logprobs(self, index: int, piece: Answer, is_first: bool) -> Json | None:
+    def _piece_logprobs(self, index: int, event: Event, is_first: bool) -> Json | None:
         if self._talk.params.logprobs is None:
             return None
+        piece = Answer(event.sequence.prompt)
+        piece.add(event)
         found = piece.prompt_logprobs + piece.logprobs if self._talk.echo else piece.logprobs
         first = piece.prompt[0] if self._talk.echo and is_first else None
         offset = len(self._texts.get(index, ""))
@@ -200,8 +202,10 @@ class Answering:
         return out
 
     def _chunk(self, choice: Json) -> str:
-        usage = {"usage": None} if self._talk.body.wants_usage else {}
-        return _sent({**self._talk.envelope([choice], chunk=True), **usage})
+        """What stands around the choice is the same each time."""
+        before = self._before = self._before or json.dumps(self._talk.envelope([], chunk=True)).removesuffix("]}")
+        after = ', "usage": null' if self._talk.body.wants_usage else ""
+        return f"data: {before}{json.dumps(choice)}]{after}}}\n\n"
 
 
 def _fault(event: Event) -> EngineFailure | InputError:

@@ -23,7 +23,7 @@ from meshwright.comm.differentiable import reduce_from
 from meshwright.models.decoder import MLP, Attention
 from meshwright.models.latent import Latents
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from meshwright.serve.native import PANEL, Kernels, in_tiles, kernels
+from meshwright.serve.native import PANEL, Kernels, LargePages, in_tiles, kernels
 
 Parallel = ColumnParallelLinear | RowParallelLinear
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
@@ -65,32 +65,36 @@ def padded(rows: int) -> int:
 class TileProduct:
     """x [.., in] · Wᵀ + b, with W in tiles."""
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, pages: LargePages | None = None
+    ) -> None:
         self._product = kernels.product
         self.num_outputs, self.num_inputs = weight.shape
-        self.weight = in_tiles(weight)
+        self.weight = in_tiles(weight, pages)
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(weight) % PANEL))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, self.weight, self.bias, self.num_outputs)
 
 
-def product_of(weight: torch.Tensor, bias: torch.Tensor | None) -> TileProduct | PackedProduct:
+def product_of(
+    weight: torch.Tensor, bias: torch.Tensor | None, pages: LargePages | None = None
+) -> TileProduct | PackedProduct:
     """The fastest product with a weight [out, in] that this machine has. Raises RuntimeError where there is none."""
     found = kernels()
     if found is not None and found.has_tiles and weight.dtype == torch.bfloat16 and weight.shape[1] % PANEL == 0:
-        return TileProduct(found, weight, bias)
+        return TileProduct(found, weight, bias, pages)
     return PackedProduct(weight, bias)
 
 
 class PackedLinear(nn.Module):
     """In the place of a column- or row-parallel layer. [.., in] → [.., out]."""
 
-    def __init__(self, plain: Parallel) -> None:
+    def __init__(self, plain: Parallel, pages: LargePages) -> None:
         super().__init__()
         self.axis = plain.region.axis if isinstance(plain, RowParallelLinear) and plain.region.axis.size > 1 else None
         self._bias = plain.bias
-        self.product = product_of(plain.weight.detach(), None if self.axis else plain.bias)
+        self.product = product_of(plain.weight.detach(), None if self.axis else plain.bias, pages)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.product(x)
@@ -103,13 +107,13 @@ class PackedLinear(nn.Module):
 class JoinedProjections(nn.Module):
     """In the place of `project`: x [.., in] → views [.., out_i] of one product. The layers are not looked at."""
 
-    def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
+    def __init__(self, layers: Sequence[ColumnParallelLinear], pages: LargePages) -> None:
         super().__init__()
         biases = [layer.bias for layer in layers if layer.bias is not None]
         assert len(biases) in (0, len(layers))
         self._sizes = [layer.weight.shape[0] for layer in layers]
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        self.product = product_of(weight, torch.cat(biases) if biases else None)
+        self.product = product_of(weight, torch.cat(biases) if biases else None, pages)
 
     def forward(self, x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
         return self.product(x).split(self._sizes, -1)
@@ -122,16 +126,16 @@ def pack(model: nn.Module) -> int:
     """
     if not torch.backends.mkldnn.is_available():
         return 0
-    num_packed = 0
+    num_packed, pages = 0, LargePages()
     try:
         for module, layers in list(_together(model)):
-            module.project = JoinedProjections(layers)
+            module.project = JoinedProjections(layers, pages)
             for layer in layers:
                 layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
             num_packed += len(layers)
         for path, layer in list(_packable(model)):
             parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, PackedLinear(layer))
+            setattr(model.get_submodule(parent), child, PackedLinear(layer, pages))
             num_packed += 1
     except (AttributeError, RuntimeError):  # no such operator in this build of PyTorch, or not for this weight
         pass

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_long, c_void_p
 from functools import cache
 from pathlib import Path
@@ -37,6 +39,10 @@ SWITCH = "MESHWRIGHT_KERNELS"
 PLAIN = "plain"
 TILE, PANEL = 16, 32
 """Rows of a tile; outputs of a panel, and inputs of a pair of tiles."""
+PAGE_BYTES = 2**21
+ARENA_BYTES = 2**26
+"""Asked of the system at once: so much is never what another tensor has left."""
+LINE = 64
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -195,7 +201,35 @@ class Kernels:
         self._stack_run(addressof(stack), step.reference, tokens.data_ptr(), logits.data_ptr(), room.data_ptr())
 
 
-def in_tiles(weight: torch.Tensor) -> torch.Tensor:
+class LargePages:
+    """Memory for weights, in pages of 2 MiB where the system gives them: a step looks up few addresses then, and the
+    processor reads ahead beyond 4 KiB. What is taken lies behind each other, so that little is left unused."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of a weight on the CPU."""
+        num_bytes = weight.numel() * weight.itemsize
+        if num_bytes > len(self._left):
+            self._left = _pages(max(num_bytes, ARENA_BYTES))
+        own = self._left[:num_bytes].view(weight.dtype).view(weight.shape)
+        self._left = self._left[-(-num_bytes // LINE) * LINE :]
+        return own.copy_(weight)
+
+
+def _pages(num_bytes: int) -> torch.Tensor:
+    """Untouched memory that begins with a large page."""
+    room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+    own = room[-room.data_ptr() % PAGE_BYTES :][:num_bytes]
+    with suppress(AttributeError, OSError):  # a system without such pages
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise(own.data_ptr(), num_bytes // PAGE_BYTES * PAGE_BYTES, mmap.MADV_HUGEPAGE)
+    return own
+
+
+def in_tiles(weight: torch.Tensor, pages: LargePages | None = None) -> torch.Tensor:
     """A weight [out, in], bf16, as `products.cpp` reads it: panels of 32 outputs, the last one filled with zeros.
 
     `in` is a multiple of 32.
@@ -203,7 +237,8 @@ def in_tiles(weight: torch.Tensor) -> torch.Tensor:
     missing = -len(weight) % PANEL
     if missing:
         weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
-    return weight.view(-1, 2, TILE, weight.shape[1] // PANEL, TILE, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+    tiles = weight.view(-1, 2, TILE, weight.shape[1] // PANEL, TILE, 2).permute(0, 3, 1, 4, 2, 5)
+    return (pages or LargePages()).take(tiles)
 
 
 def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> dict[torch.dtype, ctypes._CFuncPtr]:
