@@ -19,6 +19,8 @@ from pathlib import Path
 Round = Callable[[list, int], list]
 """(prompts, tokens of each answer) → for each request the seconds of its tokens."""
 CACHE_GIB = 1
+CB_PAGE, CB_BLOCKS = 64, 256
+"""Of transformers' cache: tokens of a page, and how many; room for 64 requests."""
 
 
 def meshwright(folder: str, dtype: str, threads: int) -> Round:
@@ -81,6 +83,39 @@ def transformers(folder: str, dtype: str, threads: int) -> Round:
             stopping_criteria=[clock],
         )
         return [clock.times for _ in prompts]
+
+    return one_round
+
+
+def continuous(folder: str, dtype: str, threads: int) -> Round:
+    """transformers, with batches that requests join and leave."""
+    import torch
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    sizes = ContinuousBatchingConfig(
+        page_size=CB_PAGE, num_blocks=CB_BLOCKS, max_batch_tokens=256, allow_block_sharing=False
+    )
+    manager = model.init_continuous_batching(GenerationConfig(do_sample=False, eos_token_id=-1), sizes)
+    manager.start()
+    next_id = [0]
+
+    def one_round(prompts: list, max_tokens: int) -> list:
+        began_s, times, seen = time.perf_counter(), {}, {}
+        for prompt in prompts:
+            next_id[0] += 1
+            key = str(next_id[0])
+            times[key], seen[key] = [], 0
+            manager.add_request(prompt, key, max_new_tokens=max_tokens, streaming=True, eos_token_id=-1)
+        while any(count < max_tokens for count in seen.values()):
+            output = manager.get_result(timeout=60)
+            if output is None or output.error is not None:
+                raise RuntimeError(f"no answer: {output and output.error}")
+            key, count = output.request_id, len(output.generated_tokens)
+            times[key] += [time.perf_counter() - began_s] * (count - seen[key])
+            seen[key] = max(count, seen[key])
+        return list(times.values())
 
     return one_round
 

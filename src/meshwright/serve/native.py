@@ -158,9 +158,7 @@ class Kernels:
         """Of each row [n, V], fp32: the largest value [n], not-a-number where one is in it, and its first place."""
         logits = logits.contiguous()
         values, places = logits.new_empty(len(logits)), logits.new_empty(len(logits), dtype=torch.int64)
-        self._largest(
-            logits.data_ptr(), values.data_ptr(), places.data_ptr(), *logits.shape, torch.get_num_threads()
-        )
+        self._largest(logits.data_ptr(), values.data_ptr(), places.data_ptr(), *logits.shape, torch.get_num_threads())
         return values, places
 
     def product(
