@@ -15,7 +15,8 @@ and reuse no prefixes. They take turns; medians over turns, the worst gap over a
     floor          tokens per second at which all weights would be read once for each token, at the speed measured here
 
 `transformers` pads all requests into one batch (static), `continuous` is the same library's continuous batching; others
-batch continuously too, with steps of 256 tokens where that can be set. `outside` is the share of our steps that is not the model: scheduling, choice of tokens, text.
+batch continuously too, with steps of 256 tokens where that can be set. `outside` is the share of our steps that is not
+the model: scheduling, choice of tokens, text.
 """
 
 from __future__ import annotations

@@ -18,8 +18,11 @@ from meshwright.cli.bench_serve import OPTIONS
 from meshwright.cli.main import main
 from meshwright.cli.serving import options_named
 from meshwright.core.errors import InputError
-from meshwright.core.serving import is_serving
+from meshwright.core.serving import Requests, is_serving
+from meshwright.core.sources import load_cluster
+from meshwright.planner.serving import plan_serving, under_load
 from meshwright.report.serving import load_lines
+from meshwright.report.serving_plans import beside_forecast
 from meshwright.run.served import open_model
 from meshwright.serve.bench import Record, Target, run_load, summary_of
 from meshwright.serve.workload import Lengths, Workload, planned
@@ -217,3 +220,26 @@ def test_a_refusal_names_the_option_that_was_typed(tmp_path):
         open_model(tmp_path / "none")
     with pytest.raises(InputError, match="an empty file, and no plan"):
         is_serving(tmp_path / "file")
+
+
+def test_a_plan_says_what_to_ask_and_its_forecast_stands_beside(served: Running, tmp_path, capsys):
+    asked = Requests(prompt_tokens=60, output_tokens=6, rate_per_s=40)
+    made = plan_serving(served.engine.spec, load_cluster("local:2"), asked, {}).plan
+    made.save(tmp_path / "serve.toml")
+    options = [served.url, "--plan", str(tmp_path / "serve.toml"), "--requests", "6"]
+    assert main(["bench-serve", *options, "--output-tokens", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workload"]["rate"] == 40
+    assert found["workload"]["prompt_tokens"] == "60"
+    assert found["output_tokens"] == 6 * 4, "what was typed counts"
+    prompt = round(found["prompt_tokens"] / 6)
+    load = under_load(made, Requests(prompt_tokens=prompt, output_tokens=4, rate_per_s=40)).now
+    assert found["forecast"]["first token"] == pytest.approx(load.ttft_s)
+    assert found["forecast"]["output tokens/s"] == pytest.approx(160)
+    assert main(["bench-serve", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "Beside the plan, means" in shown
+    assert "forecast" in shown
+    beyond = under_load(made, asked.model_copy(update={"rate_per_s": 1e6}))
+    rows = {row.name: row.forecast for row in beside_forecast(beyond, summary_of("", "", []))}
+    assert rows["requests/s"] == pytest.approx(beyond.most_per_s), "never more than it sustains"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from meshwright.core.serving import ServingPlan
+    from meshwright.report.tables import Comparison
     from meshwright.serve.bench import Record, Summary
     from meshwright.serve.workload import Workload
 
@@ -27,6 +30,7 @@ _EVERY_S = 10.0
 
 
 def bench_serve_command(
+    context: typer.Context,
     url: Annotated[str, typer.Argument(help="Of the server, as in http://127.0.0.1:8000.")],
     model: Annotated[str | None, typer.Option(help="As the server calls it; default: the first it lists.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second, at Poisson's times.")] = None,
@@ -44,18 +48,27 @@ def bench_serve_command(
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers as long as planned.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds of one request at most.")] = 600.0,
     api_key: Annotated[str | None, typer.Option(envvar="MESHWRIGHT_API_KEY", help="For the server.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Of `plan --serve`: ask as it says, unless told otherwise, and show its forecast beside."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, and nothing else.")] = False,
 ) -> None:
     """Put a load on an OpenAI-compatible server and time what its clients see."""
     import asyncio
-    import json
-    from dataclasses import asdict
 
-    from meshwright.cli.serving import options_named
+    from meshwright.cli.serving import is_typed, options_named
     from meshwright.core.errors import InputError
+    from meshwright.core.serving import ServingPlan
     from meshwright.serve.bench import summary_of
     from meshwright.serve.workload import Workload
 
+    plan_asked = None if plan is None else ServingPlan.load(plan)
+    if plan_asked is not None:
+        asked = plan_asked.requests
+        rate = asked.rate_per_s if rate is None and concurrency is None else rate
+        prompt_tokens = prompt_tokens if is_typed(context, "prompt_tokens") else str(asked.prompt_tokens)
+        output_tokens = output_tokens if is_typed(context, "output_tokens") else str(asked.output_tokens)
     with options_named(OPTIONS):
         workload = Workload(
             rate=rate, concurrency=DEFAULT_CONCURRENCY if rate is None and concurrency is None else concurrency,
@@ -65,15 +78,11 @@ def bench_serve_command(
         )  # fmt: skip
     asked_url, asked_model, records = asyncio.run(_load(url, workload, api_key, model))
     summary = summary_of(asked_url, asked_model, records)
+    compared = [] if plan_asked is None or not summary.num_ok else _beside(plan_asked, workload, summary)
     if as_json:
-        data = {
-            **summary.to_dict(),
-            "workload": workload.model_dump(),
-            "records": [asdict(record) for record in records],
-        }
-        typer.echo(json.dumps(data, indent=1))
+        typer.echo(_as_json(summary, workload, records, compared))
     else:
-        _print(summary)
+        _print(summary, compared)
     if not summary.num_ok:
         raise InputError(f"{asked_url}: not one of {len(records):,} requests was answered")
 
@@ -93,13 +102,38 @@ async def _load(url: str, workload: Workload, api_key: str | None, model: str | 
     return target.url, target.model, records
 
 
-def _print(summary: Summary) -> None:
+def _as_json(summary: Summary, workload: Workload, records: list[Record], compared: Sequence[Comparison]) -> str:
+    import json
+    from dataclasses import asdict
+
+    forecast = {"forecast": {row.name: row.forecast for row in compared}} if compared else {}
+    each = [asdict(record) for record in records]
+    return json.dumps({**summary.to_dict(), **forecast, "workload": workload.model_dump(), "records": each}, indent=1)
+
+
+def _beside(plan: ServingPlan, workload: Workload, summary: Summary) -> list[Comparison]:
+    """The plan's forecast for the load as it came: mean lengths, and the rate of clients that ask again."""
+    from meshwright.core.serving import Requests
+    from meshwright.planner.serving import under_load
+    from meshwright.report.serving_plans import beside_forecast
+
+    prompt = plan.requests.prompt_tokens if summary.prompt_tokens is None else summary.prompt_tokens / summary.num_ok
+    came = Requests(
+        prompt_tokens=max(1, round(prompt)), output_tokens=max(1, round(summary.output_tokens / summary.num_ok)),
+        rate_per_s=summary.requests_per_s if workload.rate is None else workload.rate,
+    )  # fmt: skip
+    return beside_forecast(under_load(plan, came), summary)
+
+
+def _print(summary: Summary, compared: Sequence[Comparison]) -> None:
     from meshwright.report.serving import load_lines, times_table
-    from meshwright.report.tables import report_console
+    from meshwright.report.tables import changes_table, report_console
 
     console = report_console()
     if summary.times_s:
         console.print(times_table(summary))
+    if compared:
+        console.print(changes_table(compared, ("forecast", "measured", "difference"), "Beside the plan, means"))
     for line in load_lines(summary):
         console.print(line, highlight=False)
 

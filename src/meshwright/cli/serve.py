@@ -83,14 +83,15 @@ def _plan(path: Path) -> Plan | ServingPlan:
 
 def _sizes(plan: Plan | ServingPlan | None, typed: ServeOptions, context: typer.Context) -> ServeOptions:
     """The plan's sizes of cache and steps, but for those that were typed."""
+    from meshwright.cli.serving import is_typed
     from meshwright.core.serving import ServingPlan
 
     if not isinstance(plan, ServingPlan):
         return typed
     layout = plan.layout
     sizes = {name: getattr(layout, name) for name in ("block_size", "num_blocks", "step_tokens", "max_running")}
-    given = {name for name in sizes if _is_typed(context, name)}
-    given |= OF_CACHE if _is_typed(context, "cache_mib") else set()
+    given = {name for name in sizes if is_typed(context, name)}
+    given |= OF_CACHE if is_typed(context, "cache_mib") else set()
     return typed.model_copy(update={name: value for name, value in sizes.items() if name not in given})
 
 
@@ -129,8 +130,3 @@ def _num_ranks_here(num_ranks: int) -> int:
         return num_ranks
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(here) if here.isdecimal() else 1
-
-
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"

@@ -43,11 +43,16 @@ class Shown:
     out: Path | None
 
 
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was given, rather than left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def refuse_others(context: typer.Context, serve: bool) -> None:
     """Raises InputError where an option is given that would be ignored."""
     for name in OF_TRAINING if serve else OF_SERVING:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if is_typed(context, name):
             option = f"--{name.replace('_', '-')}"
             raise InputError(
                 f"{option} says how a model is trained; a plan for serving takes --prompt, --output and --rate"

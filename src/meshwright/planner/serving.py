@@ -175,6 +175,18 @@ def priced(plan: ServingPlan) -> ServingForecast:
     return found
 
 
+def under_load(plan: ServingPlan, requests: Requests) -> ServingForecast:
+    """What one replica of a plan would do under other requests; their limits do not count. Raises RuleError where it
+    does not fit, or cannot answer one of them."""
+    check_length(plan.model, requests)
+    layout = plan.layout.model_copy(update={"replicas": 1})
+    asked = requests.model_copy(update={"max_ttft_s": None, "max_tpot_s": None})
+    found = forecast(plan.model, plan.cluster, asked, layout)
+    if isinstance(found, Refused):
+        raise RuleError(f"{layout.describe()} {found.reason}", found.rule)
+    return found
+
+
 def _smaller_cache(plan: ServingPlan) -> str:
     """The largest cache that fits, where it holds a request."""
     room = most_blocks(serving_memory(plan.model, plan.layout), plan.layout, plan.cluster)

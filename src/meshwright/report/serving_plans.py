@@ -13,6 +13,7 @@ from meshwright.cost.terms import total_s
 from meshwright.planner.explain_serving import CurvePoint, turning_point
 from meshwright.planner.serving import ServingForecast
 from meshwright.report.tables import Comparison, plain_table
+from meshwright.serve.bench import Summary
 
 
 def layouts_table(forecasts: Sequence[ServingForecast], title: str = "Layouts, most tokens per device first") -> Table:
@@ -142,3 +143,22 @@ def compare_serving(now: ServingForecast, then: ServingForecast) -> dict[str, li
             row("tokens per second and device, at most", "calls", lambda f: f.tokens_per_device_s),
         ],
     }
+
+
+def beside_forecast(forecast: ServingForecast, summary: Summary) -> list[Comparison]:
+    """What clients saw beside what was forecast for them; means, of one replica.
+
+    Beyond what a replica sustains its queue only grows: then the forecast is that of the most that it sustains.
+    """
+    is_beyond = forecast.utilisation > 1
+    load, asked = forecast.most.load if is_beyond else forecast.now, forecast.requests
+    per_s = load.rate_per_s if is_beyond else asked.rate_per_s
+    seen = {what: spread["mean"] for what, spread in summary.times_s.items()}
+    whole_s = load.ttft_s + (asked.output_tokens - 1) * load.tpot_s
+    return [
+        Comparison("requests/s", per_s, summary.requests_per_s, "calls"),
+        Comparison("output tokens/s", per_s * asked.output_tokens, summary.output_tokens_per_s, "calls"),
+        Comparison("first token", load.ttft_s, seen.get("first token"), "seconds"),
+        Comparison("between tokens", load.tpot_s, seen.get("between tokens"), "seconds"),
+        Comparison("end to end", whole_s, seen.get("end to end"), "seconds"),
+    ]
