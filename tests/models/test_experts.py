@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
@@ -89,6 +90,14 @@ def test_experts_without_tokens_have_zero_gradients(router: dict) -> None:
 def test_among_equals_the_lowest_index_wins() -> None:
     choice = select(torch.zeros(1, 3, 6), None, spec_with(num_experts=6, k=3))
     assert choice.experts.tolist() == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 9])
+def test_the_best_are_those_of_a_stable_sort(k: int) -> None:
+    logits = torch.randint(0, 5, (2, 40, 12), generator=torch.Generator().manual_seed(0)).double()
+    choice = select(logits, None, spec_with(num_experts=12, k=k))
+    expected = logits.softmax(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    assert torch.equal(choice.experts, expected.flatten(0, 1))
 
 
 def served_one_by_one(experts: torch.Tensor, room: int, num_experts: int) -> torch.Tensor:
@@ -262,6 +271,37 @@ def test_several_runs_of_an_expert(activation: str, is_gated: bool, monkeypatch:
     theirs = torch.autograd.grad(expected, (rows, *given), cotangent)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Copied(TorchDispatchMode):
+    """Counts the elements that operations of `COPIES` write."""
+
+    COPIES = ("index", "gather", "scatter", "copy", "clone", "cat", "contiguous", "repeat", "to_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        wide = isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] == 32
+        if wide and any(word in func.__name__ for word in self.COPIES):
+            self.elements += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("further", [0, 1])
+def test_token_data_is_copied_once_on_each_way(further: int) -> None:
+    """Rows to the experts and back, forward and backward: four permutations of k·T rows, and nothing else."""
+    layer = layer_of(spec_with(num_experts=4, k=2))
+    x = torch.randn(2, 9, 32, dtype=torch.float64, requires_grad=True)
+    if further:
+        compute = layer.experts.compute
+        layer.experts.compute = lambda rows, loads: compute(rows.clone(), loads)
+    with Copied() as copied:
+        layer(x).backward(torch.ones_like(x))
+    num_rows = 2 * 2 * 9
+    assert copied.elements == (4 + further) * num_rows * 32
 
 
 def test_noise_is_for_training_only_and_repeats_with_its_seed() -> None:

@@ -21,6 +21,9 @@ from meshwright.core.router import RouterSpec
 _GROUP_BEST = 2
 """Experts whose scores add up to that of a group, where scores are sigmoids (DeepSeek-AI 2024, V3)."""
 
+_FEW = 8
+"""Choices up to which a pass for each is quicker than sorting."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -64,13 +67,27 @@ def select(logits: torch.Tensor, bias: torch.Tensor | None, model: ModelSpec) ->
     wanted = scores if bias is None else scores + bias
     if spec.num_groups > 1:
         wanted = _best_groups(wanted, spec)
-    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    experts = _best(wanted, k)
     if spec.capacity_factor is None:
         return Choice(experts.flatten(0, 1).contiguous(), None)
     b, s = logits.shape[:2]
     room = spec.capacity(s, model.num_experts, k)
     kept = _with_room(experts, scores, spec, room).flatten(0, 1)
     return Choice(experts.flatten(0, 1).contiguous(), kept, b * min(s * k, model.num_experts * room))
+
+
+def _best(wanted: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best of the last dim, best first, among equals the lowest index: [.., E] → [.., k].
+
+    `topk` promises no order of equals.
+    """
+    if k > _FEW:
+        return wanted.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    left, found = wanted, [wanted.argmax(-1, keepdim=True)]
+    for _ in range(k - 1):
+        left = left.scatter(-1, found[-1], float("-inf"))
+        found.append(left.argmax(-1, keepdim=True))
+    return torch.cat(found, -1)
 
 
 def _experts_choose(scores: torch.Tensor, model: ModelSpec) -> Choice:

@@ -12,7 +12,6 @@ Source: Gale et al. 2022 (MegaBlocks).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ Writes = tuple[Write | None, Write | None, Write | None]
 """Of gate, up and down; None: autograd gets the gradient."""
 Run = tuple[int, slice]
 """An expert, and rows of its."""
+Matrices = Sequence[torch.Tensor]
+"""Of each expert [in, out]."""
 
 
 def grouped_mlp(
@@ -52,37 +53,29 @@ def grouped_mlp(
     return _GroupedMLP.apply(rows, gate, up, down, tuple(counts), activation, writes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Runs that go together, and all of their rows."""
-
-    runs: tuple[Run, ...]
-    rows: slice
-
-
-def _runs(num_experts: int, counts: Sequence[int]) -> tuple[Run, ...]:
+def _runs(num_experts: int, counts: Sequence[int]) -> list[Run]:
     """Those that have rows."""
     runs, start = list[Run](), 0
     for index, count in enumerate(counts):
         if count:
             runs.append((index % num_experts, slice(start, start + count)))
         start += count
-    return tuple(runs)
+    return runs
 
 
-def _parts(num_experts: int, counts: Sequence[int], rows: torch.Tensor) -> Iterator[_Part]:
+def _parts(num_experts: int, counts: Sequence[int], rows: torch.Tensor) -> Iterator[tuple[list[Run], slice]]:
+    """Runs that go together, and all of their rows."""
     runs = _runs(num_experts, counts)
-    if not in_cache(rows):
-        yield _Part(runs, slice(0, len(rows)))
-        return
-    for expert, run in runs:
-        yield _Part(((expert, run),), run)
+    if in_cache(rows):
+        yield from (([run], run[1]) for run in runs)
+    elif runs:
+        yield runs, slice(0, len(rows))
 
 
-def _multiply(runs: Sequence[Run], x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
-    """out[run − start] ← x[run] · weight[expert]ᵀ."""
+def _multiply(runs: Sequence[Run], x: torch.Tensor, matrices: Matrices, out: torch.Tensor, start: int = 0) -> None:
+    """out[run − start] ← x[run] · matrix of its expert."""
     for expert, run in runs:
-        torch.mm(x[run], weight[expert].t(), out=out[run.start - start : run.stop - start])
+        torch.mm(x[run], matrices[expert], out=out[run.start - start : run.stop - start])
 
 
 def _act(kind: str, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -104,9 +97,10 @@ def _act_backward(kind: str, grad: torch.Tensor, x: torch.Tensor) -> None:
 def _activate(kind: str, gate: torch.Tensor | None, up: torch.Tensor, inner: torch.Tensor) -> None:
     """inner [m, f] ← act(gate) · up, or act(up)."""
     for block in blocks(len(up), up):
-        _act(kind, up[block] if gate is None else gate[block], inner[block])
+        own = inner[block]
+        _act(kind, up[block] if gate is None else gate[block], own)
         if gate is not None:
-            inner[block].mul_(up[block])
+            own.mul_(up[block])
 
 
 def _activate_backward(kind: str, grad: torch.Tensor, gate: torch.Tensor | None, up: torch.Tensor) -> None:
@@ -116,10 +110,10 @@ def _activate_backward(kind: str, grad: torch.Tensor, gate: torch.Tensor | None,
         if gate is None:
             _act_backward(kind, of_inner, own)
             continue
-        activated = torch.empty_like(own)
-        _act(kind, gate[block], activated)
+        activated, own_gate = torch.empty_like(own), gate[block]
+        _act(kind, own_gate, activated)
         own.mul_(of_inner)
-        _act_backward(kind, own, gate[block])
+        _act_backward(kind, own, own_gate)
         torch.mul(activated, of_inner, out=own)
 
 
@@ -139,6 +133,10 @@ def _gradient(
     return out
 
 
+def _transposed(weight: torch.Tensor) -> Matrices:
+    return weight.transpose(1, 2).unbind()
+
+
 class _GroupedMLP(Function):
     @staticmethod
     def forward(
@@ -155,13 +153,14 @@ class _GroupedMLP(Function):
         outs = rows.new_empty(len(rows), up.shape[1])
         gates = None if gate is None else torch.empty_like(outs)
         inner, out = torch.empty_like(outs), rows.new_empty(len(rows), down.shape[1])
-        for part in _parts(len(up), counts, rows):
-            own = part.rows
-            if gate is not None and gates is not None:
-                _multiply(part.runs, rows, gate, gates)
-            _multiply(part.runs, rows, up, outs)
+        into_up, into_out = _transposed(up), _transposed(down)
+        into_gate = None if gate is None else _transposed(gate)
+        for runs, own in _parts(len(up), counts, rows):
+            if into_gate is not None and gates is not None:
+                _multiply(runs, rows, into_gate, gates)
+            _multiply(runs, rows, into_up, outs)
             _activate(activation, None if gates is None else gates[own], outs[own], inner[own])
-            _multiply(part.runs, inner, down, out)
+            _multiply(runs, inner, into_out, out)
         ctx.save_for_backward(rows, gate, up, down, gates, outs, inner)
         return out
 
@@ -171,16 +170,17 @@ class _GroupedMLP(Function):
         rows, gate, up, down, gates, outs, inner = ctx.saved_tensors
         grad, (of_rows, of_gate, of_up, of_down) = grad.contiguous(), ctx.needs_input_grad[:4]
         grad_rows = torch.empty_like(rows) if of_rows else None
-        for part in _parts(len(up), ctx.counts, rows):
-            own = part.rows
+        out_of_up, out_of_down = up.unbind(), down.unbind()
+        out_of_gate = None if gate is None else gate.unbind()
+        for runs, own in _parts(len(up), ctx.counts, rows):
             of_inner = outs.new_empty(own.stop - own.start, outs.shape[1])
-            _multiply(part.runs, grad, down.transpose(1, 2), of_inner, own.start)
+            _multiply(runs, grad, out_of_down, of_inner, own.start)
             _activate_backward(ctx.activation, of_inner, None if gates is None else gates[own], outs[own])
             if grad_rows is not None:
-                _multiply(part.runs, outs, up.transpose(1, 2), grad_rows)
-            if grad_rows is not None and gate is not None:
-                for expert, run in part.runs:
-                    grad_rows[run].addmm_(gates[run], gate[expert])
+                _multiply(runs, outs, out_of_up, grad_rows)
+            if grad_rows is not None and out_of_gate is not None:
+                for expert, run in runs:
+                    grad_rows[run].addmm_(gates[run], out_of_gate[expert])
         needed = zip(
             (of_gate, of_up, of_down), ctx.writes, (gates, outs, grad), (rows, rows, inner), (gate, up, down),
             strict=True,

@@ -93,7 +93,10 @@ class _Unpermute(Function):
         for block in blocks(len(of.inverse), rows, of.k):
             tokens = slice(block.start // of.k, block.stop // of.k)
             own = rows.index_select(0, of.inverse[block]).unflatten(0, (-1, of.k)).to(weights.dtype)
-            out[tokens] = torch.bmm(weights[tokens].unsqueeze(1), own).squeeze(1)
+            if out.dtype == weights.dtype:
+                torch.bmm(weights[tokens].unsqueeze(1), own, out=out[tokens].unsqueeze(1))
+            else:
+                out[tokens] = torch.bmm(weights[tokens].unsqueeze(1), own).squeeze(1)
         return out
 
     @staticmethod
