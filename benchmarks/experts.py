@@ -1,16 +1,20 @@
 """The dropless layer of experts beside its matrix products alone, a plain loop over experts, and transformers' block.
 
-    python benchmarks/experts.py
+    python benchmarks/experts.py [--experts 8 64] [--repeats 6] [--kept]
 
 One thread, fp32, 4,096 tokens, top-2, forward + backward; CPU time of runs in turn: medians, and medians and quartiles
 of ratios within a turn. `products`: the matrix products alone, of the same rows. `as trained`: the layer with gradients
 that have their place, as a run of ours gives it; all others have new ones. The loop and transformers' block (its
 default and its eager experts) have the same router and weights of the same shapes.
+
+With --kept the process keeps what is freed, so that nobody's tensors, as the products', lie in pages that the operating
+system has yet to make.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +34,8 @@ CONTENDERS = ("products", "as trained", "ours", "loop", "grouped_mm", "eager")
 TOKENS, HIDDEN = 4096, 1024
 SIZES = {8: 1024, 64: 512}
 """Number of experts → their inner width."""
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameters of mallopt."""
 
 
 def spec_of(num_experts: int) -> ModelSpec:
@@ -146,6 +152,13 @@ def trained_s(layer: MoE, x: torch.Tensor, sinks: list[GradientSink]) -> float:
     return cpu_s(layer, x, layer)
 
 
+def keep_freed_memory() -> None:
+    """From here on glibc gives nothing back to the operating system."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # as unsigned: never
+
+
 def rounds(num_experts: int, x: torch.Tensor, repeats: int) -> list[list[float]]:
     """CPU seconds of all in turn; the first round is left out."""
     spec = spec_of(num_experts)
@@ -168,7 +181,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--experts", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--kept", action="store_true")
     given = parser.parse_args()
+    if given.kept:
+        keep_freed_memory()
     torch.set_num_threads(1)
     x = torch.randn(4, TOKENS // 4, HIDDEN)
     print(f"{'experts':>10}" + "".join(f"{name:>16}" for name in CONTENDERS))
