@@ -19,6 +19,7 @@ Sources: Liu et al. 2023 (Ring Attention); Dao et al. 2022 (the merge); Zhu 2024
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +66,19 @@ class Belt:
             self._sends.popleft().wait()
 
 
+def round_the_ring(x: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Tensor]]:
+    """(rank, its tensor), own first. The next one is on its way while the caller works."""
+    belt = Belt(axis, KEYS)
+    for step in range(axis.size):
+        is_last = step == axis.size - 1
+        following, arriving = (x, None) if is_last else belt.start(x)
+        yield (axis.index - step) % axis.size, x
+        if arriving is not None:
+            arriving.wait()
+        x = following
+    belt.end()
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,17 +91,11 @@ class _Ring(torch.autograd.Function):
         dropped: Dropped | None,
     ) -> torch.Tensor:
         mask_of = local.masks_of(dropped, table, axis.index, q.device)
-        own = kv = torch.stack((k, v))
-        summed, belt = local.empty_block(q, block.statistic_dtype(q.dtype)), Belt(axis, KEYS)
-        for step in range(axis.size):
-            is_last = step == axis.size - 1
-            following, arriving = (kv, None) if is_last else belt.start(kv)
-            source = (axis.index - step) % axis.size
-            local.attend(summed, q, kv, table.spans(axis.index, source), mask_of(source), first=step == 0)
-            if arriving is not None:
-                arriving.wait()
-            kv = following
-        belt.end()
+        own = torch.stack((k, v))
+        summed = local.empty_block(q, block.statistic_dtype(q.dtype))
+        for source, kv in round_the_ring(own, axis):
+            is_first = source == axis.index
+            local.attend(summed, q, kv, table.spans(axis.index, source), mask_of(source), first=is_first)
         out, lse = summed[0].to(q.dtype), summed[1]
         ctx.axis, ctx.table, ctx.dropped = axis, table, dropped
         ctx.save_for_backward(q, own, out, lse)

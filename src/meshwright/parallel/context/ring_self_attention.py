@@ -18,7 +18,6 @@ Source: Li et al. 2021 (Sequence Parallelism: Long Sequence Training from System
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,21 +29,8 @@ from meshwright.core.tokens import positions
 from meshwright.parallel.context import local
 from meshwright.parallel.context.block import statistic_dtype
 from meshwright.parallel.context.local import Table
-from meshwright.parallel.context.ring import KEYS, Belt
+from meshwright.parallel.context.ring import round_the_ring
 from meshwright.parallel.dropout import Dropped, ScoreMask
-
-
-def _ring(x: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its tensor), own first. The next one is on its way while the caller works."""
-    belt = Belt(axis, KEYS)
-    for step in range(axis.size):
-        is_last = step == axis.size - 1
-        following, arriving = (x, None) if is_last else belt.start(x)
-        yield (axis.index - step) % axis.size, x
-        if arriving is not None:
-            arriving.wait()
-        x = following
-    belt.end()
 
 
 def _hidden(axis: Axis, table: Table, device: torch.device) -> torch.Tensor:
@@ -68,7 +54,7 @@ def _grouped(x: torch.Tensor, num_groups: int) -> torch.Tensor:
 def _probabilities(q: torch.Tensor, k: torch.Tensor, axis: Axis, table: Table) -> torch.Tensor:
     """[b, g, a/g, n, P, n] of grouped queries, over the keys of all ranks. q's dtype."""
     scores = q.new_empty((*q.shape[:-1], axis.size, k.shape[2]), dtype=statistic_dtype(q.dtype))
-    for rank, keys in _ring(k, axis):
+    for rank, keys in round_the_ring(k, axis):
         scores[..., rank, :] = q @ keys.unsqueeze(2).transpose(-1, -2)
     scores *= 1 / math.sqrt(q.shape[-1])
     scores.masked_fill_(_hidden(axis, table, q.device), -math.inf)
@@ -90,7 +76,7 @@ class _RingSelfAttention(torch.autograd.Function):
         k, v, groups = k.contiguous(), v.contiguous(), _grouped(q, k.shape[1])
         p = _probabilities(groups, k, axis, table)
         out = torch.zeros_like(groups, dtype=statistic_dtype(q.dtype))
-        for rank, values in _ring(v, axis):
+        for rank, values in round_the_ring(v, axis):
             out += _kept(p[..., rank, :], mask_of(rank)) @ values.unsqueeze(2)
         ctx.axis, ctx.table, ctx.dropped = axis, table, dropped
         ctx.save_for_backward(q, k, v, p)
@@ -107,13 +93,13 @@ class _RingSelfAttention(torch.autograd.Function):
         kept = torch.stack([_kept(p[..., rank, :], mask_of(rank)) for rank in range(axis.size)], -2)
         dv, summing_v = _summed(kept, grads, axis)
         ds = torch.empty_like(p, dtype=statistic_dtype(q.dtype))
-        for rank, values in _ring(v, axis):
+        for rank, values in round_the_ring(v, axis):
             ds[..., rank, :] = _kept(grads @ values.unsqueeze(2).transpose(-1, -2), mask_of(rank))
         ds -= (ds * p).sum((-1, -2), keepdim=True)
         ds = ds.mul_(p).mul_(1 / math.sqrt(q.shape[-1])).to(q.dtype)
         dk, summing_k = _summed(ds, groups, axis)
         dq = torch.zeros_like(groups, dtype=statistic_dtype(q.dtype))
-        for rank, keys in _ring(k, axis):
+        for rank, keys in round_the_ring(k, axis):
             dq += ds[..., rank, :] @ keys.unsqueeze(2)
         summing_v.wait()
         summing_k.wait()
