@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from meshwright.cli.main import main
 from meshwright.core.sources import load_cluster, load_model
-from meshwright.planner.tensor_kinds import Way, best_depth, crossovers, ways
+from meshwright.planner.tensor_kinds import Way, best_depth, crossovers, remedies, ways
 
 LLAMA = load_model("llama-3-8b")
 
@@ -45,6 +46,15 @@ def test_what_cannot_be_is_named() -> None:
     assert "micro_batch_size=2" in (by_name(8, 2, 128)["3d"].refusal or "")
 
 
+def test_the_nearest_that_a_refused_way_can_have_is_legal() -> None:
+    cluster = load_cluster("local:60")
+    near = remedies(ways(LLAMA, cluster, 15, 4096, "bf16"), LLAMA, cluster, 15, 4096, "bf16")
+    assert near["1d"] == "legal with 32 ranks and 15 sequences"
+    assert near["2d"] == near["3d"] == "legal with 64 ranks and 16 sequences"
+    for ranks, batch, name in ((32, 15, "1d"), (64, 16, "2d"), (64, 16, "3d")):
+        assert by_name(ranks, batch, 4096)[name].refusal is None
+
+
 @pytest.mark.parametrize(("ranks", "depth"), [(8, 2), (18, 2), (64, 4), (27, 3), (7, 2)])
 def test_depths_leave_squares(ranks: int, depth: int) -> None:
     assert best_depth(ranks) == depth
@@ -65,10 +75,15 @@ def test_a_crossover_is_where_the_bytes_are_equal() -> None:
 
 
 def test_the_command_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page = tmp_path / "ways.html"
-    arguments = ["compare", "tensor", "--model", "llama-3-8b", "--ranks", "8", "--batch", "8", "--html", str(page)]
-    assert main(arguments) == 0
+    page, drawn, dots = (tmp_path / f"ways.{kind}" for kind in ("html", "svg", "png"))
+    arguments = ["compare", "tensor", "--model", "llama-3-8b", "--ranks", "8", "--batch", "8"]
+    assert main([*arguments, "--html", str(page), "--svg", str(drawn), "--png", str(dots)]) == 0
     shown = capsys.readouterr().out
     assert "2.5d (2 deep)" in shown
-    assert "not 2d: tp=8 ranks" in shown
+    assert (
+        "not 2d: tp=8 ranks with tensor.kind=2d are not a square; nearest: tp=9; legal with 4 ranks and 8 seq" in shown
+    )
+    texts = [text.text for text in ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"3d", "not possible", "activations"} <= set(texts)
+    assert dots.read_bytes().startswith(b"\x89PNG")
     assert "<html" in page.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -83,6 +83,8 @@ def compare_command(
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of weights and of the order of samples.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Also draw the comparison into this page.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Of tensor: also draw it into this picture.")] = None,
+    png: Annotated[Path | None, typer.Option(help="The same as PNG.")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep plans, losses and measurements in this new folder.")] = None,
 ) -> None:
     """Train one model in several ways; exit status 1 where one is not as forecast.
@@ -97,9 +99,11 @@ def compare_command(
     ranks = ranks or defaults.ranks
     if what is What.TENSOR:
         training = {"--steps": steps, "--text": text, "--out": out, "--micro-batches": micro_batches - 1 or None}
-        _refuse_training([option for option, value in training.items() if value is not None])
-        compare_tensor(load_model(model), ranks, batch or ranks, seq, _precisions(what, precisions)[0], html)
+        _refuse(training, "`compare tensor`, which trains nothing; leave it out")
+        files = {"--html": html, "--svg": svg, "--png": png}
+        compare_tensor(load_model(model), ranks, batch or ranks, seq, _precisions(what, precisions)[0], files)
         return
+    _refuse({"--svg": svg, "--png": png}, f"`compare {what}`, which draws a page; give --html")
     request = Request(
         load_model(model),
         ranks,
@@ -119,10 +123,11 @@ def compare_command(
         show(what, found, html)
 
 
-def _refuse_training(options: Sequence[str]) -> None:
-    """Raises InputError for options of a training, where nothing is trained."""
-    if options:
-        raise InputError(f"{', '.join(options)} with `compare tensor`, which trains nothing; leave it out")
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raises InputError for options that are given where they mean nothing."""
+    given = [option for option, value in options.items() if value is not None]
+    if given:
+        raise InputError(f"{', '.join(given)} with {why}")
 
 
 def _precisions(what: What, text: str | None) -> tuple[str, ...]:
@@ -140,25 +145,35 @@ def _precisions(what: What, text: str | None) -> tuple[str, ...]:
     return names
 
 
-def compare_tensor(model: ModelSpec, ranks: int, batch: int, seq: int, precision: str, html: Path | None) -> None:
-    """Tables and sentences in closed form; with `html` a page too."""
+def compare_tensor(
+    model: ModelSpec, ranks: int, batch: int, seq: int, precision: str, files: Mapping[str, Path | None]
+) -> None:
+    """Tables and sentences in closed form; page and pictures where `files` names them."""
+    from meshwright.cli.drawing import check_outputs, write_files
     from meshwright.core.sources import load_cluster
     from meshwright.core.strategy import Strategy
-    from meshwright.planner.tensor_kinds import crossovers, ways
+    from meshwright.planner.tensor_kinds import crossovers, remedies, ways
     from meshwright.report.figures import write_page
     from meshwright.report.tables import report_console
-    from meshwright.report.tensor import refusals, ways_figure, ways_table
+    from meshwright.report.tensor import refusals, ways_figure, ways_picture, ways_table
+    from meshwright.schedule import picture
 
+    check_outputs(files)
     cluster, kept = load_cluster(f"local:{ranks}"), Strategy(precision=precision).precision
     found = ways(model, cluster, batch, seq, kept)
     console = report_console()
     console.print(ways_table(found))
-    for line in (*refusals(found), *crossovers(found, model, cluster, batch, seq, kept)):
+    near = remedies(found, model, cluster, batch, seq, kept)
+    for line in (*refusals(found, near), *crossovers(found, model, cluster, batch, seq, kept)):
         console.print(line, highlight=False, soft_wrap=True)
-    if html is not None:
+    if (html := files["--html"]) is not None:
         with writing(html):
             write_page([ways_figure(found)], html, "ways to divide a layer")
         console.print(f"page written to {html}", highlight=False, soft_wrap=True)
+    title = f"One layer of {model.name} on one of {ranks} ranks, {batch} sequences of {seq:,} tokens"
+    drawn = ways_picture(found, title)
+    pictures = ((files["--svg"], lambda: picture.svg(drawn)), (files["--png"], lambda: picture.png(drawn)))
+    write_files(console, [(path, "picture", content) for path, content in pictures])
 
 
 def _trials(what: What, request: Request, precisions: Sequence[str]) -> list[Trial]:

@@ -417,7 +417,7 @@ def _one_micro_batch(
     loss_numbers: int,
 ) -> _Parts:
     """What all stages, schedules and data-parallel degrees share; a planner asks for it thousands of times."""
-    recompute: Recompute = "selective" if tensor.kind == "3d" and not keeps_operands else "none"
+    recompute: Recompute = "none" if keeps_operands or tensor.kind != "3d" else "selective"
     layout = {"tp": tp, "tensor": tensor, "context": context, "precision": precision, "sequence": sequence}
     layout |= {"expert": expert}
     alone = Strategy.model_validate({**layout, "recompute": recompute})

@@ -15,12 +15,13 @@ from math import isqrt
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, Tensor
+from meshwright.core.layouts import Context, ContextKind, Tensor
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import placements
 from meshwright.core.rules import violations
 from meshwright.core.strategy import Precision, Strategy
+from meshwright.core.units import counted
 from meshwright.cost.activations import layer_terms, total_bytes
 from meshwright.cost.traffic import micro_batch_traffic, step_traffic
 
@@ -59,18 +60,57 @@ def ways(model: ModelSpec, cluster: ClusterSpec, batch: int, seq: int, precision
 
 def _strategies(ranks: int, batch: int, precision: Precision) -> Iterator[tuple[str, Strategy]]:
     alone = Strategy(precision=precision, micro_batch_size=batch)
+    for name, changes in _layouts(ranks):
+        yield name, alone.model_copy(update={"tp": ranks, **changes})
 
-    def split(**changes: object) -> Strategy:
-        return alone.model_copy(update={"tp": ranks, **changes})
 
-    yield "1d", split()
-    yield "1d sp", split(sequence="megatron")
-    yield "2d", split(tensor=Tensor(kind="2d"))
+def _layouts(ranks: int) -> tuple[tuple[str, dict[str, object]], ...]:
+    """Name → fields of the strategy, in the order of the table."""
     depth = best_depth(ranks)
-    yield f"2.5d ({depth} deep)", split(tensor=Tensor(kind="2.5d", depth=depth))
-    yield "3d", split(tensor=Tensor(kind="3d"))
-    for kind in ("ring", "ring-self-attention", "ulysses"):
-        yield kind, split(tp=1, context=Context(kind=kind, degree=ranks))
+    return (
+        ("1d", {}),
+        ("1d sp", {"sequence": "megatron"}),
+        ("2d", {"tensor": Tensor(kind="2d")}),
+        (f"2.5d ({depth} deep)", {"tensor": Tensor(kind="2.5d", depth=depth)}),
+        ("3d", {"tensor": Tensor(kind="3d")}),
+        *((kind, {"tp": 1, "context": Context(kind=kind, degree=ranks)}) for kind in _CONTEXTS),
+    )
+
+
+_CONTEXTS: tuple[ContextKind, ...] = ("ring", "ring-self-attention", "ulysses")
+MAX_TRIED = 400
+"""Numbers of ranks that are looked at for one that a refused way can have."""
+
+
+def remedies(
+    found: Sequence[Way], model: ModelSpec, cluster: ClusterSpec, batch: int, seq: int, precision: Precision
+) -> dict[str, str]:
+    """Name of each refused way → the nearest number of ranks, and sequences, that it can have; none where there is none
+    near."""
+    lines = {}
+    for at, way in enumerate(found):
+        near = _nearest(at, model, cluster, batch, seq, precision) if way.refusal else None
+        if near is not None:
+            ranks, sequences = near
+            lines[way.name] = f"legal with {counted(ranks, 'rank')} and {counted(sequences, 'sequence')}"
+    return lines
+
+
+def _nearest(
+    at: int, model: ModelSpec, cluster: ClusterSpec, batch: int, seq: int, precision: Precision
+) -> tuple[int, int] | None:
+    """(ranks, sequences of a micro-batch) with which way `at` is legal: first the ranks, then the batch as they are."""
+    asked = cluster.num_devices
+    for ranks in sorted(range(2, 2 * asked + 1), key=lambda n: (abs(n - asked), n))[:MAX_TRIED]:
+        changes = {"tp": ranks, **_layouts(ranks)[at][1], "precision": precision}
+        whole = Strategy().model_copy(update=changes)
+        parts = whole.grid.parts(whole.grid.batch_axes)
+        sequences = max(1, round(batch / parts)) * parts
+        strategy = whole.model_copy(update={"micro_batch_size": sequences})
+        there = cluster.model_copy(update={"num_nodes": 1, "devices_per_node": ranks})
+        if not violations(strategy, model, there, Job(seq_length=seq, global_batch_size=sequences)):
+            return ranks, sequences
+    return None
 
 
 def best_depth(ranks: int) -> int:

@@ -115,9 +115,9 @@ def _legend(shown: list[list[Event]], y: float) -> Iterator[Box | Words]:
         x += 30 + 7 * len(f"{NAMES[kind]} ({kind})")
 
 
-def svg(drawn: Program | Timeline) -> str:
+def svg(drawn: Program | Timeline | Picture) -> str:
     """The picture as SVG; hovering over a bar shows the action and its time."""
-    found = picture(drawn)
+    found = drawn if isinstance(drawn, Picture) else picture(drawn)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{found.width}" height="{found.height}" '
         f'viewBox="0 0 {found.width} {found.height}" font-family="sans-serif">'
@@ -137,11 +137,11 @@ def _svg_shape(shape: Box | Words) -> str:
     return f'<rect {edges} fill="{shape.color}" fill-opacity="{shape.opacity}" stroke="white">{title}</rect>'
 
 
-def png(drawn: Program | Timeline) -> bytes:
+def png(drawn: Program | Timeline | Picture) -> bytes:
     """The picture as PNG, two dots per pixel."""
     from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-    found, dots = picture(drawn), 2
+    found, dots = drawn if isinstance(drawn, Picture) else picture(drawn), 2
     image = Image.new("RGB", (found.width * dots, found.height * dots), "white")
     canvas = ImageDraw.Draw(image)
     anchors = {"start": "ls", "middle": "ms", "end": "rs"}
