@@ -7,7 +7,7 @@
 #   make docs     write the generated pages of docs/ anew
 #   make clean    remove .venv and build folders
 #
-# Tests go two at a time, whole files each; those over ranks start up to eight processes of their own.
+# Tests go two at a time, whole files each, long ones first; those over ranks start up to eight processes of their own.
 #
 # Options:
 #   PYTHON=python3.12      the interpreter that makes .venv (3.11 or newer)
@@ -58,7 +58,7 @@ check: $(STAMP)
 	@echo "format, lint and types are clean"
 
 test: check
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 demo: $(STAMP)
 	@$(BIN)/meshwright demo $(ARGS)

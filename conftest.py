@@ -18,6 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--timed"):
         items[:] = [item for item in items if item.get_closest_marker("timed") is None]
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)  # where several workers share files, a long one must not be last
 
 
 @pytest.fixture
