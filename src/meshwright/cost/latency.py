@@ -158,9 +158,8 @@ def stage_costs(
     phases = seconds_by_phase(model, strategy, cluster, sent, stack)
     compute = stage_compute(model, job, strategy, cluster, stage, in_layers(strategy, phases), stack)
     reductions = sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients")
-    return joined_costs(
-        model, job, strategy, cluster, stage, compute, Sent(phases, reductions), num_parameters, moved, stack
-    )
+    states = RankStates(num_parameters, moved=moved)
+    return joined_costs(model, job, strategy, cluster, stage, compute, Sent(phases, reductions), states, stack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +170,18 @@ class Sent:
     """By phase."""
     num_reductions: int
     """Calls that reduce gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What a rank updates, with all its stages."""
+
+    num_parameters: int
+    """Elements."""
+    num_spread: int = 0
+    """Of them, of experts that only some data-parallel ranks hold."""
+    moved: OffloadForecast | None = None
+    """What of it is offloaded."""
 
 
 def in_layers(strategy: Strategy, phases: Mapping[str, float]) -> Collectives:
@@ -194,17 +205,15 @@ def joined_costs(
     stage: int,
     compute: Compute,
     sent: Sent,
-    num_parameters: int,
-    moved: OffloadForecast | None,
+    states: RankStates,
     stack: Stack,
-    num_spread: int = 0,
 ) -> StageCosts:
     """A stage from its parts: :func:`stage_costs` for who has what it computes, and what is sent, already."""
-    phases = sent.seconds
+    phases, moved = sent.seconds, states.moved
     m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
     moves = _moves(model, job, strategy, cluster, stage, compute, phases, moved, stack)
     update_s = strategy.num_updates * stack.optimizer_passes
-    update_s *= optimizer_s(num_parameters, job, strategy, cluster, num_spread)
+    update_s *= optimizer_s(states.num_parameters, job, strategy, cluster, states.num_spread)
     step_s = stack.step_s + (cluster.device.profile.host.step_s if cluster.device.profile else 0.0)
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
     if moved:

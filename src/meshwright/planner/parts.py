@@ -27,6 +27,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Compute, stage_compute
 from meshwright.cost.in_flight import Instant, fullest_ranks, instants
 from meshwright.cost.latency import (
+    RankStates,
     Sent,
     StageCosts,
     StepCosts,
@@ -210,16 +211,13 @@ class Parts:
         def find() -> tuple[StageCosts, ...]:
             held, once = self.held(s, rank), self.once(s, rank).sent
             moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None
-            costs = []
+            states, costs = RankStates(held.num_parameters, held.num_spread, moved), []
             for stage in s.rank_stages(rank):
                 phases, compute = self.stage(s, stage)
                 sent = Sent({**phases, **once.seconds}, once.num_reductions)
                 costs.append(
-                    joined_costs(
-                        self.model, self.job, s, self.cluster, stage, compute, sent, held.num_parameters, moved,
-                        self.stack, held.num_spread,
-                    )
-                )  # fmt: skip
+                    joined_costs(self.model, self.job, s, self.cluster, stage, compute, sent, states, self.stack)
+                )
             return tuple(costs)
 
         keys = self.keys(s)
