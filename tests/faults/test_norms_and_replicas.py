@@ -61,18 +61,36 @@ def test_key_and_value_gradients_are_summed_over_replicas(ranks, kv_heads, tp):
 
 def trained(rank: int, world: int, plan: str) -> Boxes:
     engine = make_engine(plan)
-    train(engine, dataset(engine.plan), range(20))
+    train(engine, dataset(engine.plan), range(8))
     return weights(engine)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_whole_parameters_stay_equal_over_tp(ranks, precision):
-    """Bit for bit, after twenty steps of Adam, which would blow up the smallest difference."""
+    """Bit for bit, after eight steps of Adam, which would blow up the smallest difference."""
     plan = run_plan(MODEL, batch=2, tp=2, precision=precision)
     for _, (first, second) in layouts_of(ranks, trained, [plan]):
         replicated = [(a, b) for a, b in zip(first, second, strict=True) if a[1] == a[2].sizes]
         assert {"final_norm.weight", "layers.0.attention.q_norm.weight"} <= {name for (name, *_), _ in replicated}
         assert all(torch.equal(a[-1], b[-1]) for a, b in replicated)
+
+
+GRIDS = {
+    "2d": {"tp": 4, "tensor": {"kind": "2d"}, "micro_batch_size": 2},
+    "2.5d": {"tp": 8, "tensor": {"kind": "2.5d", "depth": 2}, "micro_batch_size": 4},
+    "3d": {"tp": 8, "tensor": {"kind": "3d"}, "micro_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ["sp", *GRIDS])
+def test_replicas_stay_equal_in_every_kind(ranks, kind):
+    """Likewise norms under sequence parallelism; on grids weights over depths, vectors, and key/value heads."""
+    plan = run_plan(MODEL, batch=4, **GRIDS.get(kind, {"tp": 2, "sequence": "megatron"}))
+    for _, results in layouts_of(ranks, trained, [plan]):
+        assert assembled(results)
+        results[-1] = [(*piece, values * (1 + 1e-15)) for *piece, values in results[-1]]
+        with pytest.raises(AssertionError, match="replicas differ"):
+            assembled(results)
 
 
 def adjoints(rank: int, world: int) -> tuple[float, float]:

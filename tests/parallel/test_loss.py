@@ -115,6 +115,21 @@ def test_training_with_smoothing_and_z_loss_equals_one_process(ranks: Ranks) -> 
     assert_parity(ranks, [p.model_copy(update={"job": p.job.model_copy(update=changes)}) for p in plans])
 
 
+def known_loss(rank: int, world: int) -> tuple[float, float]:
+    """Of logits [0, 1, 2, 3] and label 3: by slices, and if every rank took the gathered row for its slice."""
+    axis, row = Mesh.create({"tp": world})["tp"], torch.arange(4, dtype=torch.float64).unsqueeze(0)
+    of = Slice(axis, 2 * rank, 4)
+    parts = (row[:, 2 * rank : 2 * rank + 2].clone(), row.clone())
+    sliced, gathered = (float(cross_entropy_sum(part, torch.tensor([3]), of)) for part in parts)
+    return sliced, gathered
+
+
+def test_a_gathered_row_is_not_taken_for_a_slice(ranks: Ranks) -> None:
+    for sliced, gathered in ranks(known_loss, 2):  # type: ignore[misc]
+        assert sliced == pytest.approx(0.4402, abs=5e-5)
+        assert abs(gathered - sliced) > 0.1
+
+
 def test_evaluation_is_plain_cross_entropy() -> None:
     mesh = Mesh.create({"tp": 1})
     logits, labels = inputs()["some ignored"]
