@@ -131,7 +131,11 @@ def test_log_probabilities():
     model = random_model(SPECS["llama"], torch.float64)
     (prompt,) = prompts_of(model, 9)
     params = SamplingParams(max_tokens=4, temperature=0, logprobs=3, prompt_logprobs=True)
-    answer = make(model, step_tokens=4).generate([prompt], params)[0][0]
+    engine, num_rows = make(model, step_tokens=4), []
+    run = engine.runner.run
+    engine.runner.run = lambda batch: num_rows.append(len(batch.wanted)) or run(batch)
+    answer = engine.generate([prompt], params)[0][0]
+    assert max(num_rows) == 4, "logits of one chunk at a time, not of the whole prompt"
     all_tokens = prompt + answer.tokens
     expected = model(torch.tensor([all_tokens]))[0].log_softmax(-1)
     found = [*answer.prompt_logprobs, *answer.logprobs]

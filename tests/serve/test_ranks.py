@@ -32,13 +32,27 @@ def prompts_of(name: str) -> list[list[int]]:
 
 
 def serve(rank: int, world: int, name: str, strategy: Strategy) -> tuple[list[list[int]], int, int]:
-    """(tokens, preemptions, bytes of the cache)."""
+    """(tokens, preemptions, bytes of the cache). One request more is left while it runs."""
     model = random_model(SPECS[name])
     engine = Engine(model, strategy, OPTIONS, mesh=Mesh.create(strategy.sizes, ep=strategy.ep))
     engine.beat()
-    answers = engine.generate(prompts_of(name), SamplingParams(max_tokens=10, temperature=0))
-    found = [answer.tokens for group in answers for answer in group]
-    return found, engine.scheduler.counts.preemptions, engine.runner.cache_bytes
+    if engine.mesh.rank:
+        engine.follow()
+        return [], 0, engine.runner.cache_bytes
+    params = SamplingParams(max_tokens=10, temperature=0)
+    first, *rest = prompts_of(name)
+    (left,) = engine.submit(rest[-1], params)
+    answers = {engine.submit(prompt, params)[0]: [] for prompt in (first, *rest)}
+    while not engine.is_idle:
+        if len(left.output) == 2:
+            engine.cancel(left)
+        for event in engine.step():
+            if event.sequence is not left and event.token is not None:
+                answers[event.sequence].append(event.token)
+    engine.stop()
+    assert left.finish == "abort"
+    assert engine.scheduler.blocks.num_held == 0
+    return list(answers.values()), engine.scheduler.counts.preemptions, engine.runner.cache_bytes
 
 
 @pytest.mark.parametrize(
