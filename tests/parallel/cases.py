@@ -118,7 +118,7 @@ def legal_cases() -> list[Case]:
         is_of_size = tensor not in GRIDS or tp == GRIDS[tensor][0]
         if dp * tp * pp > MAX_RANKS or not is_of_size or not _is_legal(degrees):
             continue
-        here = ({**degrees, **other} for other in rest if _is_for({**degrees, **other}))
+        here = (case for other in rest if _is_for(case := {**degrees, **other}))
         cases += [case for case in here if case["schedule"] not in FURTHER_SCHEDULES or _is_legal_order(case, legal)]
     return cases
 
