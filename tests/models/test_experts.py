@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
@@ -18,6 +17,7 @@ from meshwright.models.experts import LossScales
 from meshwright.models.gates import balance_loss, combine_weights, select, shares, z_loss
 from meshwright.models.grouped import grouped_mlp
 from meshwright.parallel.dropout import Masks, Noise
+from tests.models.copies import Copied
 from tests.models.tiny import SPECS, random_model
 
 
@@ -273,23 +273,6 @@ def test_several_runs_of_an_expert(activation: str, is_gated: bool, monkeypatch:
         torch.testing.assert_close(a, b)
 
 
-class Copied(TorchDispatchMode):
-    """Counts the elements that operations of `COPIES` write."""
-
-    COPIES = ("index", "gather", "scatter", "copy", "clone", "cat", "contiguous", "repeat", "to_copy")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        wide = isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] == 32
-        if wide and any(word in func.__name__ for word in self.COPIES):
-            self.elements += out.numel()
-        return out
-
-
 @pytest.mark.parametrize("further", [0, 1])
 def test_token_data_is_copied_once_on_each_way(further: int) -> None:
     """Rows to the experts and back, forward and backward: four permutations of k·T rows, and nothing else."""
@@ -298,7 +281,7 @@ def test_token_data_is_copied_once_on_each_way(further: int) -> None:
     if further:
         compute = layer.experts.compute
         layer.experts.compute = lambda rows, loads: compute(rows.clone(), loads)
-    with Copied() as copied:
+    with Copied(32) as copied:
         layer(x).backward(torch.ones_like(x))
     num_rows = 2 * 2 * 9
     assert copied.elements == (4 + further) * num_rows * 32

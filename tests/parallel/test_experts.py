@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from meshwright.comm import differentiable
+from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import coordinates_of
 from meshwright.core.errors import RuleError
 from meshwright.core.layouts import Expert
@@ -21,6 +22,8 @@ from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
 from meshwright.parallel.experts import Exchange
 from meshwright.rehearse.verify import REHEARSED_TOLERANCE
+from tests.models.copies import Copied
+from tests.models.tiny import random_model
 from tests.parallel.layouts import make_plan, mixture
 from tests.parallel.runs import Boxes, assembled, dataset, make_engine, own_batches, run_plan, train, weights
 from tests.parallel.test_matrix import assert_parity
@@ -267,6 +270,24 @@ def test_bytes_over_ep_are_those_of_the_rows(ranks: Ranks) -> None:
         )
         assert ledger["forward"].payload_bytes == rows * per_row + counts
         assert ledger["forward"].wire_bytes == to_others * per_row + counts * 3 // 4
+
+
+def copied_on_rank(rank: int, world: int) -> int:
+    spec = mixture(num_layers=1, dense_layers=None)
+    axis, layer = Mesh.create({"dp": world})["dp"], random_model(spec, torch.float64).layers["0"].mlp
+    for part in (layer.experts.gate, layer.experts.up, layer.experts.down):
+        part.weight = torch.nn.Parameter(part.weight.detach().chunk(world)[rank].clone())
+    layer.experts.compute = Exchange(layer.experts, axis)
+    x = torch.randn(1, 8 + rank, spec.hidden_size, dtype=torch.float64, requires_grad=True)
+    with Copied(spec.hidden_size) as copied:
+        layer(x).backward(torch.ones_like(x))
+    return copied.elements
+
+
+def test_rows_that_travel_are_copied_once_on_each_way(ranks: Ranks) -> None:
+    """A rank permutes its own tokens' rows, forward and backward, whatever it sends and gets."""
+    hidden = mixture().hidden_size
+    assert ranks(copied_on_rank, 2) == [4 * 2 * tokens * hidden for tokens in (8, 9)]
 
 
 def replicas_on_rank(rank: int, world: int, plan: str) -> Boxes:
