@@ -46,6 +46,7 @@ MIXTURES = {
         {"renormalise": "none", "capacity_factor": 1.0, "noise": "jitter", "jitter": 0.5},
         experts_per_token=1, tied_embeddings=True,
     ),
+    "empty": mixture({"capacity_factor": 0.0, "renormalise": "after_drop"}, num_layers=2),
     "choice": mixture({"chooses": "experts", "balance_loss": 0.0}),
 }  # fmt: skip
 
@@ -53,22 +54,18 @@ MOMENTS = {"optimizer": "cpu", "gradients": "cpu", "group_numel": 64}
 HOST = {**MOMENTS, "parameters": "cpu"}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("mixture", {"num_micro_batches": 2}),
-    ("batch", {"num_micro_batches": 3, "schedule": "gpipe"}),
     ("capacity", {"num_micro_batches": 2, "recompute": "full"}),
     ("mixture", {"dp": 2, "num_micro_batches": 2}),
-    ("shared", {"tp": 2, "num_micro_batches": 2}),
     ("switch", {"pp": 2, "num_micro_batches": 2}),
     ("choice", {"dp": 2, "zero": 3, "micro_batch_size": 2, "recompute": "full"}),
     ("batch", {"dp": 2, "pp": 2, "schedule": "gpipe", "num_micro_batches": 3}),
-    ("capacity", {"dp": 2, "pp": 2, "zero": 2, "num_micro_batches": 2}),
+    ("empty", {"dp": 2, "expert": {"degree": 2}, "zero": 2}),
     ("shared", {"pp": 2, "tp": 2, "schedule": "zb-h1", "num_micro_batches": 3}),
     ("sigmoid", {"pp": 4, "schedule": "dualpipe", "num_micro_batches": 8}),
     ("mixture", {"dp": 2, "expert": {"degree": 2}, "num_micro_batches": 2}),
     ("capacity", {"dp": 2, "expert": {"degree": 2}, "zero": 1, "micro_batch_size": 2, "recompute": "full"}),
     ("shared", {"dp": 4, "expert": {"degree": 2}, "zero": 3, "num_micro_batches": 2, "tile": 2}),
     ("sigmoid", {"dp": 4, "expert": {"degree": 4}, "zero": 1, "micro_batch_size": 2}),
-    ("choice", {"dp": 4, "expert": {"degree": 2}, "zero": 2}),
-    ("batch", {"dp": 2, "tp": 2, "expert": {"degree": 2}, "num_micro_batches": 2, "schedule": "gpipe"}),
     ("switch", {"dp": 2, "pp": 2, "expert": {"degree": 2}, "schedule": "zb-h1", "num_micro_batches": 3}),
     ("mixture", {"tp": 2, "sequence": "megatron", "num_micro_batches": 2}),
     ("capacity", {"tp": 2, "sequence": "megatron", "num_micro_batches": 2, "recompute": "full"}),

@@ -105,6 +105,10 @@ def test_offload_precisions_and_tables_without_an_end_too(strategy: dict[str, An
             {"dp": 2, "context": {"degree": 2}, "expert": {"tensor": 4}, "offload": {"optimizer": "cpu"}, "zero": 1},
         ),
         (mixture(), {"tp": 4, "sequence": "megatron", "expert": {"degree": 2, "tensor": 2}, "recompute": "full"}),
+        (
+            mixture({"capacity_factor": 0.0}, dense_layers=None, num_layers=2),
+            {"tp": 2, "pp": 2, "schedule": "zb-h1", "num_micro_batches": 4, "precision": "bf16"},
+        ),
     ],
     ids=[
         "gaussian",
@@ -117,6 +121,7 @@ def test_offload_precisions_and_tables_without_an_end_too(strategy: dict[str, An
         "whole experts",
         "cut over dp and cp",
         "half cut",
+        "no room",
     ],
 )
 def test_what_a_rehearsal_cannot_see_is_as_even_or_full_as_in_the_forecast(model: Any, strategy: Any) -> None:

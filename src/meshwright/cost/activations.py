@@ -224,30 +224,52 @@ def _expert_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int, s: int
     rows, gate = _rows(z, expert_rows(spec, strategy, b, s)), spec.gate
     come = _rows(z, fullest_rows(spec, strategy, b, s, imbalance))
     choices = expert_tokens(strategy, b, s) * choices_per_token(spec)
-    own_choices = z.between * choices_per_token(spec)
     inside = _gated_terms(come, z.expert_ffn) if spec.has_gated_experts else _plain_terms(come, z.expert_ffn)
-    has_shares = strategy.hidden_parts[1] > 1 and gate.balances_sequences
     terms = [
-        z.hidden_state("mlp input"),
-        z.own_statistics("router logits", spec.num_experts),
-        ByteTerm("choices", own_choices * _INDEX_BYTES),
-        ByteTerm("shares of whole sequences", b * spec.num_experts * _SHARE_BYTES * has_shares),
+        *_router_terms(spec, strategy, z, b),
         ByteTerm("weights of choices", choices * z.statistic_bytes),
         ByteTerm("order of rows", rows.tokens * _INDEX_BYTES),
-        ByteTerm("kept flags", own_choices)
+        ByteTerm("kept flags", z.between * choices_per_token(spec))
         if gate.has_capacity
         else ByteTerm("rows of tokens", choices * _INDEX_BYTES),
         come.kept("rows", z.hidden),
         *(ByteTerm(f"experts' {term.name}", term.bytes) for term in inside),
         rows.kept("experts' output", z.hidden),
     ]
-    terms += _noise_terms(spec, z)
     if spec.shared_ffn_size:
         shared = _inner_terms(spec, z, z.shared_ffn, spec.gated_mlp)
         terms += [ByteTerm(f"shared experts' {term.name}", term.bytes) for term in shared]
     if spec.shared_gate:
         terms += [z.hidden_state("shared experts' output"), z.own("shared gate", 1)]
     return terms
+
+
+def _router_terms(spec: ModelSpec, strategy: Strategy, z: _Sizes, b: int) -> list[ByteTerm]:
+    """Of it, those that are there until its gradient is."""
+    own_choices = z.between * choices_per_token(spec)
+    has_shares = strategy.hidden_parts[1] > 1 and spec.gate.balances_sequences
+    return [
+        z.hidden_state("mlp input"),
+        z.own_statistics("router logits", spec.num_experts),
+        ByteTerm("choices", own_choices * _INDEX_BYTES),
+        ByteTerm("shares of whole sequences", b * spec.num_experts * _SHARE_BYTES * has_shares),
+        *_noise_terms(spec, z),
+    ]
+
+
+def router_gradient_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
+    """What is left of :func:`mlp_half_terms` of a layer of experts when these have their gradients and the router has
+    not, with what that gradient takes: its mathematics is done again then."""
+    z, gate = _sizes(spec, strategy, b, s), spec.gate
+    per_choice = 1 + (gate.renormalise != "none")
+    return [
+        *_norm_terms(spec, z, "mlp norm"),
+        *_router_terms(spec, strategy, z, b),
+        z.own_statistics("scores", spec.num_experts * (1 + (gate.balance_loss > 0))),
+        z.own_statistics("weights and their gradients", choices_per_token(spec) * per_choice),
+        z.own_statistics("sums", (gate.renormalise != "none") + (gate.z_loss > 0)),
+        ByteTerm("shares of sequences", b * spec.num_experts * z.statistic_bytes * (gate.balance_loss > 0)),
+    ]
 
 
 def _noise_terms(spec: ModelSpec, z: _Sizes) -> list[ByteTerm]:

@@ -35,6 +35,7 @@ from meshwright.cost.activations import (
     postponed_layer_terms,
     postponed_mlp_half_terms,
     recomputed_core_terms,
+    router_gradient_terms,
     total_bytes,
 )
 from meshwright.cost.experts import num_statistics
@@ -356,13 +357,17 @@ class _LayerBytes:
     """Of it, when I comes to attention, with the gradient that goes into it."""
     gradient: int
     """Of its output."""
+    at_router: int
+    """In the place of `mlp_half`, when backward comes to a router; 0 of a layer without one."""
 
     def unit(self, recompute: Recompute) -> _Unit:
         """By itself; kept but for attention's core with `selective`."""
         again = self.core if recompute == "selective" else 0
         kept, at_attention = self.kept - again, self.kept - self.mlp_half
-        most = kept if not again else max(kept, at_attention)
-        most_split = max(kept + self.gradient, at_attention + self.postponed_mlp_half)
+        at_router = at_attention - again + self.at_router if self.at_router else 0
+        most = max(kept, at_router) if not again else max(kept, at_router, at_attention)
+        behind = at_router and at_router + self.postponed_mlp_half - self.gradient
+        most_split = max(kept + self.gradient, at_attention + self.postponed_mlp_half, behind)
         return _Unit(kept, most, self.postponed, most_split)
 
 
@@ -430,6 +435,7 @@ def _one_micro_batch(
             postponed=total_bytes(postponed_layer_terms(model, alone, b, s, layer, imbalance)),
             postponed_mlp_half=total_bytes(postponed_mlp_half_terms(model, alone, b, s, layer, imbalance)),
             gradient=output_gradient_bytes(model, alone, b, s),
+            at_router=total_bytes(router_gradient_terms(model, alone, b, s)) if model.is_sparse(layer) else 0,
         )
 
     dense = of_layer(model.dense_layers[0] if model.dense_layers else 0)
