@@ -66,7 +66,8 @@ def rank_differences(plan: Plan, record: RankRecord) -> list[Difference]:
     """Everything that is not as forecast on one rank."""
     held = memory(plan.model, plan.job, plan.strategy, record.coordinates)
     sent = traffic(plan.model, plan.job, plan.strategy, record.coordinates)
-    return record_differences(held, sent, record, follows_loads=_follows_loads(plan))
+    is_moved = plan.strategy.offload.moves_activations
+    return record_differences(held, sent, record, follows_loads=_follows_loads(plan), moves_activations=is_moved)
 
 
 def _follows_loads(plan: Plan) -> Follows:
@@ -74,7 +75,8 @@ def _follows_loads(plan: Plan) -> Follows:
     gate = plan.model.gate
     if plan.strategy.ep > 1:
         return "freely"
-    is_bound = gate.capacity_factor is not None or (gate.has_capacity and plan.strategy.cp > 1)
+    is_part = plan.strategy.et < plan.strategy.cp * plan.strategy.tp  # of a sequence, that an expert's ranks see
+    is_bound = gate.capacity_factor is not None or (gate.has_capacity and is_part)
     return "at most" if plan.model.num_experts and is_bound else "no"
 
 
@@ -113,6 +115,7 @@ def record_differences(
     tolerance: float = ACTIVATION_TOLERANCE,
     *,
     follows_loads: Follows = "no",
+    moves_activations: bool = False,
     odd_row_bytes: int = 0,
 ) -> list[Difference]:
     """Everything on one rank that is not as these forecasts say.
@@ -122,9 +125,13 @@ def record_differences(
         follows_loads: whether loads of experts decide; then forecasts hold for even ones. `at most`: activations are
             forecast for experts that are full, and may be less. `freely`: rows travel to other ranks, so that
             activations and bytes over ep are not judged, but the calls are.
+        moves_activations: whether what layers keep is on the host, and follows loads there.
         odd_row_bytes: by so many a call over ep may differ.
     """
-    return [*_traffic(sent, record, follows_loads, odd_row_bytes), *_memory(held, record, tolerance, follows_loads)]
+    return [
+        *_traffic(sent, record, follows_loads, odd_row_bytes),
+        *_memory(held, record, tolerance, follows_loads, moves_activations),
+    ]
 
 
 def _traffic(sent: Traffic, record: RankRecord, follows_loads: Follows, odd_row_bytes: int) -> Iterator[Difference]:
@@ -142,12 +149,13 @@ def _traffic(sent: Traffic, record: RankRecord, follows_loads: Follows, odd_row_
 
 
 def _memory(
-    held: MemoryBreakdown, record: RankRecord, tolerance: float, follows_loads: Follows
+    held: MemoryBreakdown, record: RankRecord, tolerance: float, follows_loads: Follows, moves_activations: bool
 ) -> Iterator[Difference]:
     expected = held.to_dict()
     for category, measured in record.memory.to_dict().items():
         allowed = tolerance * expected[category] if category == "activations_bytes" else 0
-        if category == "activations_bytes" and follows_loads != "no":
+        is_kept = category == "activations_bytes" or (category == "host_bytes" and moves_activations)
+        if is_kept and follows_loads != "no":
             allowed = inf if follows_loads == "freely" or measured < expected[category] else allowed
         if abs(measured - expected[category]) > allowed:
             name = category.removesuffix("_bytes")
