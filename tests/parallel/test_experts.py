@@ -250,15 +250,16 @@ def exchanged_on_rank(rank: int, world: int, plan: str) -> tuple[dict[str, list[
     return seen, {phase: rows["all_to_all", "ep", phase] for phase in ("forward", "backward")}
 
 
-def test_bytes_over_ep_are_those_of_the_rows(ranks: Ranks) -> None:
+@pytest.mark.parametrize(("layout", "tokens"), [({"dp": 4}, 8), ({"dp": 2, "tp": 2}, 4)], ids=["whole", "of tp ranks"])
+def test_bytes_over_ep_are_those_of_the_rows(ranks: Ranks, layout: dict[str, int], tokens: int) -> None:
     """To the byte, given where the step's tokens went; forward and backward the same rows, and forward counts."""
     model = mixture()
-    plan = run_plan(model, 8, dp=4, expert={"degree": 4})
+    plan = run_plan(model, 4, **layout, expert={"degree": 4, "tensor": 1})
     per_row = model.hidden_size * 8
     calls = 3 * plan.strategy.num_micro_batches
     for seen, ledger in ranks(exchanged_on_rank, 4, plan.to_toml()):
         to_others, rows = (seen["dispatch"][i] + seen["back"][i] for i in range(2))
-        assert seen["dispatch"][1] == calls * 8 * 2  # 8 tokens, 2 experts each
+        assert seen["dispatch"][1] == calls * tokens * 2  # experts each
         counts = calls * 8 * model.num_experts
         assert (ledger["backward"].calls, ledger["forward"].calls) == (2 * calls, 3 * calls)
         assert (ledger["backward"].payload_bytes, ledger["backward"].wire_bytes) == (

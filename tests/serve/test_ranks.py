@@ -109,6 +109,7 @@ def test_each_rank_reads_its_own_experts_from_a_folder(ranks, tmp_path: Path):
     [
         ({"dp": 2}, "dp=2: serving"),
         ({"dp": 4, "expert": {"degree": 2}}, "dp=4 with expert.degree=2: serving"),
+        ({"tp": 2, "expert": {"degree": 2, "tensor": 1}}, "expert.tensor=1 with tp=2: serving"),
         ({"dp": 2, "zero": 1, "expert": {"degree": 2}}, "zero=1: serving"),
     ],
 )
