@@ -90,7 +90,9 @@ class _RingSelfAttention(torch.autograd.Function):
         q, k, v, p = ctx.saved_tensors
         mask_of = local.masks_of(ctx.dropped, ctx.table, axis.index, q.device)
         groups, grads = _grouped(q, k.shape[1]), _grouped(grad, k.shape[1])
-        kept = torch.stack([_kept(p[..., rank, :], mask_of(rank)) for rank in range(axis.size)], -2)
+        kept = p
+        if ctx.dropped is not None:
+            kept = torch.stack([_kept(p[..., rank, :], mask_of(rank)) for rank in range(axis.size)], -2)
         dv, summing_v = _summed(kept, grads, axis)
         ds = torch.empty_like(p, dtype=statistic_dtype(q.dtype))
         for rank, values in round_the_ring(v, axis):
