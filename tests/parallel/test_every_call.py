@@ -29,8 +29,7 @@ CUBE = {"tp": 8, "tensor": {"kind": "3d"}, "micro_batch_size": 4}
 LAYOUTS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "1d": (qwen3(num_layers=1), {"tp": 2}),
     "1d sp": (gpt2(num_layers=1), {"tp": 2, "sequence": "megatron"}),
-    "2d": (qwen3(num_layers=1), SQUARE),
-    "2d layernorm": (gpt2(num_layers=1), SQUARE),
+    "2d": (gpt2(num_layers=1, num_kv_heads=1, qk_norm=True), SQUARE),
     "2.5d": (llama(num_layers=1, num_kv_heads=1), DEEP),
     "3d": (gpt2(num_layers=1, num_kv_heads=1), CUBE),
     "3d again": (llama(num_layers=1), {**CUBE, "recompute": "selective"}),
