@@ -15,7 +15,7 @@ from meshwright.cost.memory import memory
 from meshwright.cost.zero import STAGES, zero_states_bytes, zero_traffic
 from meshwright.planner.advise import advise_on, facts
 from meshwright.planner.price import price
-from meshwright.planner.serving import forecast
+from meshwright.planner.serving_search import forecast
 from tests.claims.claim import Answer, Claim, gigabytes
 
 N = 70_000_000_000
@@ -167,7 +167,7 @@ CLAIMS = [
     ),
     Claim(
         39, "the key/value cache takes 2 · L · B · S · H_kv · bytes",
-        ("cost.kv_cache.kv_token_bytes", "planner.serving.forecast"),
+        ("cost.kv_cache.kv_token_bytes", "planner.serving_search.forecast"),
         lambda _: key_value_cache(),
         {
             "bytes a token": 327_680, "GB at B=32, S=4096": 42.94967296, "planned GB": 42.94967296,

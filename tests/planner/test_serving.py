@@ -14,7 +14,8 @@ from meshwright.core.sources import load_cluster, load_model
 from meshwright.cost.steady import CACHE
 from meshwright.planner.explain_serving import decode_curve, turning_point
 from meshwright.planner.fix_serving import parse_layout
-from meshwright.planner.serving import ServingForecast, forecast, layouts, plan_serving, priced
+from meshwright.planner.serving import plan_serving, priced
+from meshwright.planner.serving_search import ServingForecast, forecast, layouts
 from tests.planner.tool_flags import VLLM, parse, words_of
 
 LLAMA = load_model("llama-3-8b")

@@ -16,7 +16,8 @@ from meshwright.cost.serving import KEYS, LATENCY, LIMITS, WEIGHTS, StepCosts, W
 from meshwright.cost.terms import TimeTerm, total_s
 from meshwright.planner.advise import advise_serving
 from meshwright.planner.interval import is_calibrated
-from meshwright.planner.serving import ServingForecast, ServingResult
+from meshwright.planner.serving import ServingResult
+from meshwright.planner.serving_search import ServingForecast
 
 SLOWER = 1.005
 """Times as long: less is no difference."""

@@ -11,7 +11,7 @@ from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.serving import LIMITS
 from meshwright.cost.terms import total_s
 from meshwright.planner.explain_serving import CurvePoint, turning_point
-from meshwright.planner.serving import ServingForecast
+from meshwright.planner.serving_search import ServingForecast
 from meshwright.report.tables import Comparison, plain_table
 from meshwright.serve.bench import Summary
 
