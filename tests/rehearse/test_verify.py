@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from meshwright.cli.verify import imbalance_lines
 from meshwright.core.axes import coordinates_of
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Expert
 from meshwright.core.measures import Traffic, TrafficRow
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
@@ -17,6 +20,8 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
 from meshwright.rehearse.verify import ACTIVATION_TOLERANCE, differences, measured_bubble, measured_imbalance
+from meshwright.run.folder import RunFolder
+from meshwright.train.metrics import MetricsWriter, StepMetrics
 from tests.shapes import make_model
 
 
@@ -103,6 +108,19 @@ def test_imbalance_is_that_of_the_fullest_rank_in_the_worst_layer() -> None:
     """Eight choices of four experts: by expert 4 times the mean at most, by rank of two 1.5 times."""
     assert measured_imbalance({"0": [4, 2, 1, 1], "1": [0, 4, 4, 0], "2": [0, 0, 0, 0]}, 2) == (1.5, "0")
     assert measured_imbalance({"0": [4, 2, 1, 1], "1": [0, 8, 0, 0]}, 4) == (4.0, "1")
+
+
+def test_a_run_says_the_imbalance_that_it_was_planned_with_and_had(plan: Plan, tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step, loads in enumerate(([2, 2, 2, 2], [6, 1, 1, 0])):
+            writer.write(StepMetrics(step, 1.0, 1.0, 1e-3, 8, 1.0, 1.0, expert_loads={"0": [2, 2, 2, 2], "3": loads}))
+    for imbalance, advice in ((1.0, "; plan with --imbalance 1.75"), (1.8, "")):
+        shared = plan.strategy.model_copy(update={"expert": Expert(degree=2)})
+        job = plan.job.model_copy(update={"imbalance": imbalance})
+        asked = plan.model_copy(update={"strategy": shared, "job": job})
+        (line,) = imbalance_lines(asked, RunFolder(tmp_path))
+        assert line.endswith(f"forecast for {imbalance:.2f}, measured 1.75 in step 1 (layer 3){advice}")
+    assert not list(imbalance_lines(plan, RunFolder(tmp_path)))
 
 
 def test_bubble_is_the_idle_share_of_one_pipeline(plan: Plan) -> None:

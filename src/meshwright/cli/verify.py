@@ -74,7 +74,7 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
     ]
     console = report_console()
     _print_table(console, full.rank, rows, [c for r in _like(plan, full, rehearsed) for c in _compared(plan, r)])
-    for line in (*wrong, *_imbalance(plan, run)):
+    for line in (*wrong, *imbalance_lines(plan, run)):
         console.print(line, highlight=False)
     if not wrong:
         who = f"all {len(records)} ranks" if len(records) > 1 else "the one rank"
@@ -84,7 +84,7 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
     return not wrong
 
 
-def _imbalance(plan: Plan, run: RunFolder) -> Iterator[str]:
+def imbalance_lines(plan: Plan, run: RunFolder) -> Iterator[str]:
     """How unevenly the ranks of experts were loaded in the last step, beside what the plan takes them to be."""
     from meshwright.rehearse.verify import measured_imbalance
     from meshwright.train.metrics import METRICS_FILE, read_metrics
