@@ -147,3 +147,21 @@ def test_the_stack_with_most_words_is_meant():
     assert stack_of(gpt).name == "galvatron-gpt"
     assert not stack_of(f"{gpt} | config 1_2_4_vtp_sp; rank 0").vocabulary_apart
     assert stack_of("galvatron_memory | Galvatron profiled memory").name == "galvatron"
+
+
+def test_ranks_that_share_experts_multiply_the_rows_of_all():
+    """Of 64 experts each of 8 ranks reads 8, and multiplies as many rows: as long, less 56 experts' bytes."""
+    model = make_model(num_layers=2, hidden_size=2048, num_heads=16, num_kv_heads=16, ffn_size=8192, num_experts=64,
+                       experts_per_token=8, expert_ffn_size=768)  # fmt: skip
+    job = Job(seq_length=256, global_batch_size=8)
+    alone = layer_kernels(model, job, Strategy(dp=8, precision="bf16"), speed(), Stack())
+    shared = layer_kernels(model, job, Strategy(dp=8, precision="bf16", expert={"degree": 8}), speed(), Stack())
+    assert shared.products.forward < 0.5 * alone.products.forward
+    assert shared.streams.forward > alone.streams.forward, "rows that travel are sorted once more"
+    narrow = model.model_copy(update={"ffn_size": 768})
+    same = layer_kernels(narrow, job, Strategy(dp=8, precision="bf16"), speed(), Stack())
+    assert same.streams == alone.streams, "a layer of experts has no feed-forward width of dense ones"
+
+
+def test_gradients_of_weights_may_sum_over_any_number_of_rows():
+    assert speed().product(1003, 4096, 4096).backward < 1.2 * speed().product(1008, 4096, 4096).backward

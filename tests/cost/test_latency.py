@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -88,6 +89,16 @@ def test_two_levels_use_every_network_card():
     assert over.seconds("all_reduce", payload) == pytest.approx(inside + across, rel=1e-12)
     halves = over.seconds("reduce_scatter", payload) + over.seconds("all_gather", payload)
     assert halves == pytest.approx(inside + across, rel=1e-12)
+
+
+def test_of_an_exchange_only_what_leaves_a_node_passes_the_network():
+    """32 ranks on 4 nodes: 3/4 of the bytes. Of 8 copies to nodes at random, 4·(1 − (3/4)^8) / 8 = 45 % are needed."""
+    over = route(DP, make_model(), Strategy(dp=32), cluster(4, 8))
+    slow = replace(over, inter=over.inter.model_copy(update={"latency_s": 0.0}))
+    payload, speed = 10**9, slow.inter.collective_share * slow.inter.bandwidth_bytes_per_s
+    assert slow.seconds("all_to_all", payload) == pytest.approx(0.75 * payload / speed)
+    share = 4 * (1 - 0.75**8) / 8
+    assert slow.exchange_s(payload, 8) == pytest.approx(share * 0.75 * payload / speed)
 
 
 def test_gloo_goes_round_one_flat_ring():

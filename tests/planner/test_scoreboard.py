@@ -81,12 +81,11 @@ def test_what_a_source_leaves_open_is_tried_in_every_legal_way(tables):
         ({"layout_check": "mismatch"}, "multiply out"),
         ({"model": {"experts": 8}}, "how experts are divided"),
         ({"model": {"experts": 8}, "strategy": {"ep": 2}}, "top_k not stated"),
-        ({"model": {"experts": 8, "top_k": 2, "attention": "MLA"}}, "latent attention"),
+        ({"model": {"attention": "MLA"}}, "kv_lora_rank not stated"),
         ({"model": {"dtype": "nvfp4"}}, "4-bit"),
         ({"model": {"hidden": None}}, "hidden not stated"),
         ({"hardware": {"gpu": "Gaudi 3"}}, "device Gaudi 3"),
         ({"strategy": {"ep": 4}}, "expert"),
-        ({"strategy": {"etp": 1}}, "experts over 1 tensor-parallel"),
         ({"strategy": {"dp": 3}}, "batch not a multiple"),
         ({"strategy": {"tp": 4, "dp": 1}, "model": {"heads": 2, "kv_heads": 2}}, "rule tp-heads"),
         ({"strategy": {"dp": 4}}, "rule"),
@@ -95,6 +94,17 @@ def test_what_a_source_leaves_open_is_tried_in_every_legal_way(tables):
 def test_what_cannot_be_expressed_is_said(tables, changes, reason):
     with pytest.raises(UnsupportedError, match=reason):
         express(only(tables, **changes))
+
+
+def test_latents_and_sequence_parallelism_beside_experts(tables):
+    mixture = {"gated_mlp": True, "experts": 8, "top_k": 2, "attention": "MLA", "kv_lora_rank": 512, "q_lora_rank": 256}
+    asked = express(only(tables, model=mixture, strategy={"ep": 2, "sequence_parallel": True}))
+    assert (asked.model.latent.kv_lora_rank, asked.model.head_dim) == (512, 192)
+    assert {(s.sequence, s.et) for s in asked.candidates} == {("megatron", 2)}
+    whole = express(only(tables, model=mixture, strategy={"ep": 4, "etp": 1, "sequence_parallel": True}))
+    assert {(s.ep, s.et) for s in whole.candidates} == {(4, 1)}
+    left_open = express(only(tables, strategy={"sequence_parallel": None})).candidates
+    assert {s.sequence for s in left_open} == {"none", "megatron"}
 
 
 @pytest.mark.parametrize(

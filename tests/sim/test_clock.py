@@ -181,8 +181,15 @@ def test_no_action_starts_before_its_inputs_and_ranks_do_one_thing_at_a_time() -
 def test_a_program_that_hangs_is_reported() -> None:
     rows = ((Action(Kind.RECV_B, 0, 0), Action(Kind.F, 0, 0)), (Action(Kind.SEND_B, 1, 0),))
     stuck = Program("stuck", (rows[0], (Action(Kind.F, 1, 0), *rows[1])), (0, 1), 1)
-    with pytest.raises(ProgramError, match="deadlock: rank 0 waits at RECV_B0@0, rank 1 waits at F0@1"):
+    with pytest.raises(ProgramError, match="deadlock: rank 1 waits at F0@1"):
         simulate(stuck, UnitCosts())
+
+
+@pytest.mark.parametrize("backward", [1.0, 1.5, 2.0])
+def test_what_is_received_ahead_of_its_use_stops_nobody(backward: float) -> None:
+    """Interleaved on 4 ranks, 8 chunks: the bubble of its closed form, 3 parts of 8 · 16, whatever backward takes."""
+    timeline = simulate(program("interleaved-1f1b", 4, 16, num_chunks=8), UnitCosts(1, backward))
+    assert timeline.makespan_s == pytest.approx((1 + 3 / (8 * 16)) * 8 * 16 * (1 + backward))
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan")])

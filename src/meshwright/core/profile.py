@@ -92,6 +92,10 @@ class Stack(Value):
     """Host seconds to launch one layer's forward for one micro-batch: a floor under its kernels."""
     layer_backward_s: float = Field(default=0.0, ge=0)
     """Likewise backward, without recomputation."""
+    experts_forward_s: float = Field(default=0.0, ge=0)
+    """More, of a layer of experts: launches expert by expert, and the counts of rows that the host waits for."""
+    experts_backward_s: float = Field(default=0.0, ge=0)
+    """Likewise backward."""
     step_s: float = Field(default=0.0, ge=0)
     """Host seconds of a step, whatever its size: data, logging, scaling."""
     optimizer_passes: float = Field(default=1.0, gt=0)
@@ -129,6 +133,11 @@ class Stack(Value):
     is kept free for them (`usable_memory_fraction`)."""
     allocator_reserve: float = Field(default=1.0, ge=1)
     """What the caching allocator holds, over what is in use at the peak."""
+    scattered_rows: bool = False
+    """Each tp rank sends the rows of its own part of the tokens to their experts, where tp gathers them; otherwise each
+    sends all rows."""
+    rows_once: bool = False
+    """A row that several experts of a node, or of a rank, take travels there once, and is copied by fused kernels."""
     precisions: dict[str, str] = Field(default_factory=dict)
     """Dtype as sources print it → byte recipe, where it is not the one of that name."""
 

@@ -194,15 +194,21 @@ def _by_kernels(
         *seen.terms[1],
         TimeTerm("recomputation", again_s + seen.again_s),
     )
-    launches_s = stack.layer_backward_s + repeats * stack.layer_forward_s
+    forward_s, backward_s = _floors(stack, len(layers), model.count_layers(layers, True))
     host = speed.profile.host
     own_s = (len(layers) * host.layer_s + host.micro_batch_s) / 3
     again_host_s = 2 * own_s + repeats * len(layers) * host.layer_s / 3
     return Compute(
-        forward=(*forward, _launches(forward, len(layers) * stack.layer_forward_s, own_s)),
-        backward=(*backward, _launches(backward, len(layers) * launches_s, again_host_s)),
+        forward=(*forward, _launches(forward, forward_s, own_s)),
+        backward=(*backward, _launches(backward, backward_s + repeats * forward_s, again_host_s)),
         weight_gradients_s=(all_of.products + products_of_head).backward / 2,
     )
+
+
+def _floors(stack: Stack, num_layers: int, num_sparse: int) -> tuple[float, float]:
+    """Seconds that the host takes to launch a stage's layers, each way."""
+    forward_s = num_layers * stack.layer_forward_s + num_sparse * stack.experts_forward_s
+    return forward_s, num_layers * stack.layer_backward_s + num_sparse * stack.experts_backward_s
 
 
 def _launches(terms: tuple[TimeTerm, ...], floor_s: float, own_s: float) -> TimeTerm:

@@ -4,7 +4,7 @@
                   matrices once through memory, where that takes longer
     attention     fused: its FLOPs at a rate that grows with the keys of a query; otherwise two batched products and
                   the passes of softmax and dropout over b·a·s² scores, all through memory
-    streaming     norms, residuals, activations, copies: bytes through memory
+    streaming     norms, residuals, activations, copies, rows to their experts and back: bytes through memory
     host          a floor: a layer's kernels cannot run faster than they are launched
 
 Backward runs two products for each of forward's, twice its streams, and 2.5 times the FLOPs of fused attention, whose
@@ -43,6 +43,10 @@ SCORE_PASSES, SCORE_PASSES_BACKWARD = 4.0, 7.0
 """Times that unfused kernels read or write all scores: product, softmax (2), product; and their gradients."""
 DROPOUT_PASSES = 2.5
 """More, each way, with dropout: read, write, and a mask of one byte."""
+ROW_COPIES = 4.0
+"""Times that a row of a token's choice is read or written on its way to an expert and back."""
+ARRIVAL_COPIES = 4.0
+"""More, where it comes from another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,9 @@ class Rates:
         return max(bytes_s, 2 * k * min(waves) / full)
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0) -> Seconds:
-        """A product, and the two that its gradients take: [m, n] × [n, k] and [n, m] × [m, k]."""
-        backward_s = self.product_s(m, k, n, batch) + self.product_s(n, k, m, batch)
+        """A product, and the two that its gradients take: [m, n] × [n, k] and [n, m] × [m, k]. The latter's m lies
+        across the rows in memory, and may be any number."""
+        backward_s = self.product_s(m, k, n, batch) + self.product_s(n, k, ALIGNED_TO * ceil(m / ALIGNED_TO), batch)
         return Seconds(self.product_s(m, n, k, batch), backward_s)
 
     def layer_product(self, m: float, n: float, k: float, batch: float = 1.0) -> Seconds:
@@ -162,6 +167,8 @@ class _Shape:
     vocab: int
     num_matrices: int
     """Of the MLP."""
+    ep: int
+    """Ranks that share the experts, and send each other rows."""
 
     @property
     def tokens(self) -> int:
@@ -184,6 +191,7 @@ def _shape(spec: ModelSpec, job: Job, strategy: Strategy) -> _Shape:
         ffn=local("ffn", spec.ffn_size),
         vocab=local("vocab", spec.vocab_size),
         num_matrices=3 if spec.gated_mlp else 2,
+        ep=strategy.ep,
     )
 
 
@@ -207,7 +215,7 @@ def layer_kernels(
     """One layer, one micro-batch, without communication."""
     drops_scores = stack.dropout or job.attention_dropout > 0
     is_fused = stack.fused_attention and not job.attention_dropout  # whose probabilities are nowhere to be dropped
-    fusion = _Fusion(is_fused, stack.attention_share, stack.dropout, drops_scores)
+    fusion = _Fusion(is_fused, stack.attention_share, stack.dropout, drops_scores, stack.rows_once)
     cuts = strategy.tp, strategy.et, imbalance_of(job, strategy)
     return _kernels(spec, _shape(spec, job, strategy), cuts, rates, fusion, spec.is_sparse(layer))
 
@@ -220,6 +228,7 @@ class _Fusion:
     attention_share: float
     dropout: bool
     drops_scores: bool
+    rows_once: bool
 
 
 @lru_cache(maxsize=4096)
@@ -234,11 +243,13 @@ def _kernels(
     """
     attention = _fused_attention(z, rates, fusion) if fusion.fused_attention else _unfused_attention(z, rates, fusion)
     inner = _expert_products(spec, z, cuts, rates) if is_sparse else _mlp_products(z, z.ffn, rates)
-    streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, fusion))
+    streams_s = rates.stream_s(rates.profile.stream_passes * _stream_elements(spec, z, cuts, fusion, is_sparse))
+    rows_moved = _expert_tokens(z, cuts) * moved_elements(spec, z.ep, fusion.rows_once) * is_sparse
+    moved_s = rates.stream_s((1.0 if fusion.rows_once else rates.profile.stream_passes) * rows_moved)
     return LayerKernels(
         products=_projections(spec, z, rates) + inner,
         attention=attention,
-        streams=Seconds(streams_s, 2 * streams_s),
+        streams=Seconds(streams_s + moved_s, 2 * streams_s + moved_s),
     )
 
 
@@ -264,14 +275,22 @@ def _mlp_products(z: _Shape, ffn: int, rates: Rates) -> Seconds:
     return up + rates.layer_product(z.tokens, z.hidden, ffn)
 
 
-def _expert_products(spec: ModelSpec, z: _Shape, cuts: tuple[int, int, float], rates: Rates) -> Seconds:
-    """Each expert's rows by themselves, equally many but for the imbalance; the router; what every token passes."""
+def _expert_tokens(z: _Shape, cuts: tuple[int, int, float]) -> float:
+    """Tokens of the ranks that share an expert's width, as many times as its rows exceed the mean."""
     tp, et, imbalance = cuts
+    return _more(z.tokens * et / tp, imbalance)
+
+
+def _expert_products(spec: ModelSpec, z: _Shape, cuts: tuple[int, int, float], rates: Rates) -> Seconds:
+    """Of each expert of this rank the rows of all ranks that share them, equally many but for the imbalance; the
+    router; what every token passes."""
+    tp, et, _ = cuts
     ffn = -(-spec.expert_size // et)
-    num = spec.num_experts
-    rows = _more(z.tokens * et / tp * spec.experts_per_token / num, imbalance)
+    num = spec.num_experts // z.ep
+    rows = _expert_tokens(z, cuts) * spec.experts_per_token / num
     matrices = 2 if spec.has_gated_experts else 1
     total = rates.layer_product(rows, matrices * ffn, z.hidden, num) + rates.layer_product(rows, z.hidden, ffn, num)
+    total += Seconds(rates.narrowing_s(num * rows * (z.hidden + ffn)), 0.0)  # no kernel before writes them narrow
     total += rates.product(z.b * z.between, spec.num_experts, z.hidden)
     if spec.shared_ffn_size:
         total += _mlp_products(z, largest_part(spec, "ffn", spec.shared_ffn_size, tp), rates)
@@ -306,7 +325,9 @@ def _unfused_attention(z: _Shape, rates: Rates, fusion: _Fusion) -> Seconds:
     return products + Seconds(forward_s - counted_s, backward_s - 2 * counted_s)
 
 
-def _stream_elements(spec: ModelSpec, z: _Shape, fusion: _Fusion) -> float:
+def _stream_elements(
+    spec: ModelSpec, z: _Shape, cuts: tuple[int, int, float], fusion: _Fusion, is_sparse: bool
+) -> float:
     """Elements that the kernels between the products of a layer read and write, forward.
 
     Two norms (read, write), two residual sums (read both, write; with dropout a mask too), the activation (read one or
@@ -317,12 +338,24 @@ def _stream_elements(spec: ModelSpec, z: _Shape, fusion: _Fusion) -> float:
     activation = 2.0 if z.num_matrices == 2 else 3.0
     copies = 2.0 * (spec.positions == "rope") + 2.0 * (not fusion.fused_attention)
     q_kv = (z.heads + z.kv_heads) * z.head_dim
-    ffn = z.ffn if not spec.num_experts else spec.experts_per_token * z.ffn
     between = z.b * z.between * 2 * (2 + residual) * z.hidden
     if spec.latent is not None:
         between += z.b * z.between * 2 * ((spec.latent.q_lora_rank or 0) + spec.latent.kv_lora_rank)
         copies += 1.0 + 2.0 * spec.values_size / spec.heads_size
-    return between + z.tokens * (activation * ffn + copies * q_kv)
+    moved = between + z.tokens * copies * q_kv
+    if not is_sparse:
+        return moved + z.tokens * activation * z.ffn
+    inner = _expert_tokens(z, cuts) * spec.experts_per_token * (3 if spec.has_gated_experts else 2)
+    inner *= -(-spec.expert_size // cuts[1])
+    shared = z.tokens * activation * largest_part(spec, "ffn", spec.shared_ffn_size or 0, cuts[0])
+    return moved + inner + shared
+
+
+def moved_elements(spec: ModelSpec, ep: int, rows_once: bool = False) -> float:
+    """Elements of a token that are read and written, each way, to bring its rows to their experts and back: copied in
+    the order of experts, weighted and summed; where each travels by itself, also sorted on arrival, and back."""
+    copies = ROW_COPIES + ARRIVAL_COPIES * (ep > 1 and not rows_once)
+    return spec.experts_per_token * spec.hidden_size * copies
 
 
 def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> Seconds:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
-from meshwright.core.axes import CP, PP, TP
+from meshwright.core.axes import CP, EP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.job import Job
@@ -34,7 +34,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Collectives, Compute, Passes, stage_compute
 from meshwright.cost.context import ATTENTION_PRIMITIVES
 from meshwright.cost.memory import moved_units
-from meshwright.cost.network import boundary_link, flat_s, route
+from meshwright.cost.network import Route, boundary_link, flat_s, route
 from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
 from meshwright.cost.terms import TimeTerm, total_s
 from meshwright.cost.traffic import hidden_bytes
@@ -349,7 +349,8 @@ def seconds_by_phase(
     """Seconds in collectives by phase; transfers between stages are priced by boundary, not here. What attention over
     cp sends stands under keys of its own (:func:`of_attention`), because a ring's hops run under its blocks.
 
-    With ZeRO-3 a stack may send all in one ring each, at a share of its speed.
+    With ZeRO-3 a stack may send all in one ring each, at a share of its speed. It may also scatter rows over tp before
+    they are sent to their experts (:func:`_exchange_s`).
     """
     ring_share = stack.ring_share if strategy.zero == 3 else None
     rows = [(key, row) for key, row in sent.rows.items() if key[1] != PP]
@@ -358,10 +359,31 @@ def seconds_by_phase(
         over = {axis: replace(way, num_local=1) for axis, way in over.items()}
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
-        seconds = row.calls * over[axis].seconds(primitive, row.payload_bytes / row.calls)
+        each_bytes = row.payload_bytes / row.calls
+        if axis == EP:
+            seconds = row.calls * _exchange_s(each_bytes, model, strategy, stack, over[EP], over.get(TP))
+        else:
+            seconds = row.calls * over[axis].seconds(primitive, each_bytes)
         key = of_attention(phase) if axis == CP and primitive in ATTENTION_PRIMITIVES else phase
         total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0)
     return total
+
+
+def _exchange_s(
+    payload_bytes: float, model: ModelSpec, strategy: Strategy, stack: Stack, over_ep: Route, over_tp: Route | None
+) -> float:
+    """Rows on their way to experts of other ranks, or back.
+
+    Scattered, each of the tp ranks sends a part, and tp gathers them where they arrive. A token's hidden state, of
+    which the rows of k experts are copies, need not be gathered before, as the engine's own rows count it: k − 1 of k
+    are further bytes.
+    """
+    k = model.experts_per_token
+    num_rows = k if stack.rows_once else 1
+    if not stack.scattered_rows or over_tp is None or strategy.tp == 1 or strategy.et != strategy.tp:
+        return over_ep.exchange_s(payload_bytes, num_rows)
+    gathered_s = over_tp.seconds("all_gather", payload_bytes * (k - 1) / k)
+    return over_ep.exchange_s(payload_bytes / strategy.tp, num_rows) + gathered_s
 
 
 def optimizer_s(num_parameters: int, job: Job, strategy: Strategy, cluster: ClusterSpec, num_spread: int = 0) -> float:

@@ -2,10 +2,11 @@
 
     seconds = rounds · latency + bytes sent per rank / bandwidth
 
-An axis whose ranks lie on several nodes goes either in one flat ring, at the speed of the link between nodes, or in
-two levels (reduce-scatter inside the node, exchange between nodes, all-gather inside the node); NCCL takes the faster
-of the two, gloo the flat ring. Where the strategy itself goes in two levels (`core.sharding`), each level is an axis of
-its own: `dp_node` never leaves a node, and a group of `dp_across` has one rank on each.
+An axis whose ranks lie on several nodes goes either in one flat ring, at the speed of the link between nodes, or in two
+levels (reduce-scatter inside the node, exchange between nodes, all-gather inside the node); NCCL takes the faster of
+the two, gloo the flat ring. Of an all-to-all what stays within a node goes beside what leaves it. Where the strategy
+itself goes in two levels (`core.sharding`), each level is an axis of its own: `dp_node` never leaves a node, and a
+group of `dp_across` has one rank on each.
 
 Sources: Thakur, Rabenseifner & Gropp 2005; Patarasuk & Yuan 2009 (ring); Mikami et al. 2018 (two levels);
 Sanders, Speck & Träff 2009 (double tree, 2·log2 P rounds).
@@ -52,11 +53,34 @@ class Route:
 
     def seconds(self, primitive: str, payload_bytes: float) -> float:
         """Seconds of one call over this axis; `payload_bytes` as in :func:`meshwright.core.measures.wire_bytes`."""
+        if primitive == "all_to_all":
+            return self.exchange_s(payload_bytes)
         slowest = self.inter or self.intra
         flat = flat_s(primitive, payload_bytes, self.size, slowest, self.backend)
         if self.inter is None or self.backend == "gloo" or self.num_local == 1:
             return flat
         return min(flat, self._two_level_s(primitive, payload_bytes, self.inter))
+
+    def exchange_s(self, payload_bytes: float, num_copies: int = 1) -> float:
+        """Seconds of an all-to-all, over both kinds of link at once: what stays within a node does not pass between
+        nodes.
+
+        Args:
+            payload_bytes: that a rank has for all.
+            num_copies: of each token, that go to ranks chosen at random; those for one node, or one rank, go there
+                once. In the mean n·(1 − (1 − 1/n)^k) of n places are chosen by k copies.
+        """
+        inter = self.inter
+        if inter is None or self.num_local == 1 or self.backend == "gloo":
+            bytes_of_all = payload_bytes * _share_chosen(self.size, num_copies)
+            return flat_s("all_to_all", bytes_of_all, self.size, inter or self.intra, self.backend)
+        latency_s = num_rounds("all_to_all", self.size, self.backend) * inter.latency_s
+        num_nodes = self.size // self.num_local
+        across = (num_nodes - 1) / num_nodes * _share_chosen(num_nodes, num_copies)
+        inside = (self.num_local - 1) / self.size * _share_chosen(self.size, num_copies)
+        across_s = across / (inter.collective_share * inter.bandwidth_bytes_per_s)
+        inside_s = inside / (self.intra.collective_share * self.intra.bandwidth_bytes_per_s)
+        return latency_s + payload_bytes * max(across_s, inside_s)
 
     def _two_level_s(self, primitive: str, payload_bytes: float, inter: Link) -> float:
         if primitive not in ("all_reduce", "reduce_scatter", "all_gather"):
@@ -65,6 +89,11 @@ class Route:
         num_nodes = self.size // self.num_local
         across = flat_s(primitive, payload_bytes / self.num_local, num_nodes, inter, self.backend)
         return across + sum(flat_s(p, payload_bytes, self.num_local, self.intra, self.backend) for p in inside)
+
+
+def _share_chosen(num_places: int, num_copies: int) -> float:
+    """Places that so many copies choose at random, per copy."""
+    return num_places * (1 - (1 - 1 / num_places) ** num_copies) / num_copies
 
 
 def num_rounds(primitive: str, size: int, backend: str) -> int:

@@ -29,7 +29,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import dim_range, largest_part
 from meshwright.core.serving import Layout
 from meshwright.cost.compute import flops_per_s, peak_flops_per_s
-from meshwright.cost.kernels import Rates, rates
+from meshwright.cost.kernels import Rates, moved_elements, rates
 from meshwright.cost.network import Route, boundary_link, flat_s, route
 from meshwright.cost.terms import TimeTerm, total_s
 
@@ -277,18 +277,27 @@ class StepCosts:
         """What the kernels between the products read and write: as training's forward (`cost.kernels`)."""
         model = self.model
         activation = 3.0 if model.gated_mlp else 2.0
-        ffn = largest_part(model, "ffn", model.ffn_size, self.layout.tp)
-        ffn = ffn if not model.num_experts else model.experts_per_token * ffn
         copies = 2.0 * (model.positions == "rope")
-        per_token = 10 * model.hidden_size + activation * ffn
+        per_token = 10.0 * model.hidden_size
         if model.latent is not None:
             per_token += 2 * ((model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank)
             copies += 1.0 + 2.0 * model.values_size / model.heads_size
         per_token += copies * (self.heads + self.kv)
+        dense = largest_part(model, "ffn", model.ffn_size, self.layout.tp)
+        num_sparse = model.num_sparse_layers if model.num_experts else 0
+        inner = activation * dense * (model.num_layers - num_sparse) + num_sparse * self._expert_elements(activation)
         passes = 1.0  # on CPU ranks the server has kernels of its own
         if isinstance(self.speed, Rates) and not isinstance(self.speed, CoreRates):
             passes = self.speed.profile.stream_passes
-        return self.speed.stream_s(passes * work.num_tokens * model.num_layers * per_token)
+        return self.speed.stream_s(passes * work.num_tokens * (model.num_layers * per_token + inner))
+
+    def _expert_elements(self, activation: float) -> float:
+        """Of a token in a layer of experts: inside of those that it goes to, and to them and back."""
+        model, tp = self.model, self.layout.tp
+        inside = model.experts_per_token * (3.0 if model.has_gated_experts else 2.0)
+        inside *= largest_part(model, "ffn", model.expert_size, tp)
+        shared = activation * largest_part(model, "ffn", model.shared_ffn_size or 0, tp)
+        return inside + shared + moved_elements(model, self.layout.ep)
 
     # --- links ---------------------------------------------------------------------------------------------
 

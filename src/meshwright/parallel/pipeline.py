@@ -128,6 +128,8 @@ class _InFlight:
     """Where backward starts; the output's memory is free once it was sent. None where nothing is trained."""
     gradient: torch.Tensor | None = None
     """Gradient of the output, received; of the loss, what backward starts with."""
+    arrival: Work | None = None
+    """Of the input or the gradient, that is on its way from another rank."""
 
 
 @dataclass(slots=True)
@@ -219,10 +221,19 @@ class StageRunner:
     def act(self, step: UnderWay, action: Action, do: Callable[[UnderWay, Action], None] | None = None) -> None:
         """Carry out one action, by `do` if it is one that this runner does not know."""
         self.watch(action)
+        self._await(step, action)
         began_s = perf_counter()
         (do or self._do[action.kind])(step, action)
         if self.trace is not None:
             self.trace.append((action, began_s, perf_counter()))
+
+    @staticmethod
+    def _await(step: UnderWay, action: Action) -> None:
+        """What an action uses of what is on its way; what others will use may still come."""
+        flight = step.in_flight.get((action.stage, action.micro_batch))
+        if flight is not None and flight.arrival is not None:
+            flight.arrival.wait()
+            flight.arrival = None
 
     def end(self, step: UnderWay) -> None:
         """Wait for what was sent."""
@@ -313,8 +324,8 @@ class StageRunner:
 
     def _receive_forward(self, step: UnderWay, action: Action) -> None:
         into, source = self._boundary(step, action.micro_batch), self._stages[action.stage].before
-        recv_start(into, self._pp, source, _tag(step, action)).wait()
-        step.in_flight[action.stage, action.micro_batch] = _InFlight(into=_Input(into))
+        arrival = recv_start(into, self._pp, source, _tag(step, action))
+        step.in_flight[action.stage, action.micro_batch] = _InFlight(into=_Input(into), arrival=arrival)
 
     def _send_backward(self, step: UnderWay, action: Action) -> None:
         flight, to = step.in_flight.pop((action.stage, action.micro_batch)), self._stages[action.stage].before
@@ -329,8 +340,9 @@ class StageRunner:
 
     def _receive_backward(self, step: UnderWay, action: Action) -> None:
         gradient, source = self._boundary(step, action.micro_batch), self._stages[action.stage].after
-        recv_start(gradient, self._pp, source, _tag(step, action)).wait()
-        step.in_flight[action.stage, action.micro_batch].gradient = gradient
+        flight = step.in_flight[action.stage, action.micro_batch]
+        flight.arrival = recv_start(gradient, self._pp, source, _tag(step, action))
+        flight.gradient = gradient
 
 
 def _neighbours(module: nn.Module, stage: int, strategy: Strategy) -> _Stage:

@@ -1,8 +1,8 @@
 """The clock: Program × costs → Timeline.
 
 A rank does one thing at a time. Sends are asynchronous: a transfer starts when the sending rank reaches it, and the
-link from one rank to another carries one transfer at a time. A receive waits for the arrival. Stages of one rank hand
-over at once.
+link from one rank to another carries one transfer at a time. What is received is waited for where it is used. Stages
+of one rank hand over at once.
 """
 
 from __future__ import annotations
@@ -134,8 +134,6 @@ def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) ->
             **dict.fromkeys(INPUT_GRADIENT_KINDS, (gradients[stage], down_direct)),
             Kind.SEND_F: (None, up),
             Kind.SEND_B: (None, down),
-            Kind.RECV_F: (into, None),
-            Kind.RECV_B: (gradients[stage], None),
         }
         lane = {Kind.SEND_F: lanes.get((rank, to_above), rank), Kind.SEND_B: lanes.get((rank, to_below), rank)}
         return {

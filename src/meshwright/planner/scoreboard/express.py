@@ -17,6 +17,7 @@ from typing import Any, get_args
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.job import Job
+from meshwright.core.latent import LatentAttention
 from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
 from meshwright.core.profile import Stack
@@ -50,6 +51,8 @@ MAX_OPEN_CHUNKS = 8
 """Most stages per rank that are tried likewise."""
 KINDS_OF_RECOMPUTE: tuple[str, ...] = get_args(Strategy.model_fields["recompute"].annotation)
 """What strategies have; all are tried where a source states none."""
+LATENT_HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Of latent attention, where a source prints its ranks alone: DeepSeek-AI 2024 (V2, V3); Kimi K2 has the same."""
 PADDED_TO = 128
 """Rows of the vocabulary per tensor-parallel rank are padded to a multiple of this (Shoeybi et al. 2019, §5)."""
 
@@ -102,6 +105,7 @@ def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
     hidden, heads, tp = _whole(row, "model", "hidden"), _whole(row, "model", "heads"), _whole(row, "strategy", "tp", 1)
     if hidden < heads:
         raise UnsupportedError(f"{heads} heads of a hidden size of {hidden}")
+    latent = _latent(row)
     gated, positions = m.get("gated_mlp") is not False, str(m.get("pos"))
     multiple = PADDED_TO * tp
     return ModelSpec(
@@ -112,11 +116,12 @@ def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
         num_layers=_whole(row, "model", "layers"),
         num_heads=heads,
         num_kv_heads=_whole(row, "model", "kv_heads", heads),
-        head_dim=m.get("head_dim") or _head_dim(hidden, heads),
+        latent=latent,
+        head_dim=latent.head_dim if latent else m.get("head_dim") or _head_dim(hidden, heads),
         ffn_size=_whole(row, "model", "ffn_hidden", 4 * hidden),
         max_positions=_whole(row, "model", "seq_len"),
         norm="rmsnorm" if gated else "layernorm",
-        positions="rope" if positions == "rope" else "learned",
+        positions="rope" if positions == "rope" or latent else "learned",
         activation="silu" if gated else "gelu",
         gated_mlp=gated,
         qkv_bias=not gated,
@@ -132,8 +137,6 @@ def _experts(row: PublishedRow) -> dict[str, Any]:
     m = row.model
     if not m.get("experts"):
         return {}
-    if "mla" in str(m.get("attention")).lower() or m.get("kv_lora_rank"):
-        raise UnsupportedError("latent attention")
     if row.strategy.get("ep") is None:
         raise UnsupportedError("how experts are divided is not stated")
     width = _whole(row, "model", "moe_ffn_hidden", m.get("ffn_hidden"))
@@ -147,6 +150,15 @@ def _experts(row: PublishedRow) -> dict[str, Any]:
         every = int(m["moe_every"])
         found["dense_layers"] = tuple(i for i in range(_whole(row, "model", "layers")) if i % every != every - 1)
     return found
+
+
+def _latent(row: PublishedRow) -> LatentAttention | None:
+    """Latent attention, with the heads of the only models whose latents are published beside runs."""
+    m = row.model
+    if not m.get("kv_lora_rank") and "mla" not in str(m.get("attention")).lower():
+        return None
+    sizes = {name: m.get(name) or size for name, size in LATENT_HEADS.items()}
+    return LatentAttention(q_lora_rank=m.get("q_lora_rank"), kv_lora_rank=_whole(row, "model", "kv_lora_rank"), **sizes)
 
 
 def _head_dim(hidden: int, heads: int) -> int:
@@ -208,34 +220,47 @@ def _candidates(row: PublishedRow, model: ModelSpec, stack: Stack) -> Iterator[S
     if rest:
         raise UnsupportedError("batch not a multiple of dp")
     sizes = [s["micro_batch"]] if s.get("micro_batch") else [b for b in divisors(per_rank) if b <= MAX_OPEN_MICRO_BATCH]
-    fixed = {**degrees, **_sequence(row), "zero": s.get("zero_stage") or 0, "precision": _precision(row, stack)}
+    fixed = {**degrees, **_shared(row), "precision": _precision(row, stack)}
     fixed |= _every_other_layer(row, model)
-    for size, chunks, recompute in product(sizes, _chunks(row, model), _recomputes(row, stack)):
+    ways = product(sizes, _chunks(row, model), _recomputes(row, stack), _sequences(row), _zeros(row))
+    for size, chunks, recompute, sequence, zero in ways:
         if per_rank % size:
             raise UnsupportedError(f"batch not a multiple of dp × {size}")
         schedule = {"schedule": "interleaved-1f1b", "num_chunks": chunks} if chunks > 1 else {}
         values: dict[str, Any] = {**fixed, **schedule, "micro_batch_size": size, "num_micro_batches": per_rank // size}
-        yield Strategy.model_validate({**values, "recompute": recompute})
+        yield Strategy.model_validate({**values, "recompute": recompute, "sequence": sequence, "zero": zero})
 
 
 def _refuse_unknown(row: PublishedRow) -> None:
     s = row.strategy
     if row.model.get("task") == "LoRA":
         raise UnsupportedError("adapters alone are trained")
-    if s.get("etp") not in (None, s.get("tp") or 1):
-        raise UnsupportedError(f"experts over {s['etp']} tensor-parallel ranks, attention over {s.get('tp') or 1}")
     if "offload" in str(s.get("sharding")).lower():
         raise UnsupportedError("offload of another library")
 
 
-def _sequence(row: PublishedRow) -> dict[str, Any]:
-    """Sequence, context and expert parallelism. Beside experts, sequence parallelism is not: as many bytes are sent."""
+def _zeros(row: PublishedRow) -> tuple[int, ...]:
+    """ZeRO stage: as stated, or none and that of a distributed optimizer."""
+    stated = row.strategy.get("zero_stage")
+    if stated is not None:
+        return (int(stated),)
+    return (0, 1) if _whole(row, "strategy", "dp") > 1 else (0,)
+
+
+def _sequences(row: PublishedRow) -> tuple[str, ...]:
+    """Sequence parallelism: as stated, or with and without."""
+    stated = row.strategy.get("sequence_parallel")
+    if (row.strategy.get("tp") or 1) == 1 or stated is False:
+        return ("none",)
+    return ("megatron",) if stated else ("none", "megatron")
+
+
+def _shared(row: PublishedRow) -> dict[str, Any]:
+    """Context and expert parallelism."""
     s = row.strategy
     found: dict[str, Any] = {}
-    if s.get("sequence_parallel") and (s.get("tp") or 1) > 1 and not row.model.get("experts"):
-        found["sequence"] = "megatron"
-    if (s.get("ep") or 1) > 1:
-        found["expert"] = {"degree": s["ep"]}
+    if row.model.get("experts") or (s.get("ep") or 1) > 1:
+        found["expert"] = {"degree": s.get("ep") or 1, "tensor": s.get("etp")}
     if (s.get("cp") or 1) > 1:
         found["context"] = {"kind": "ring", "degree": s["cp"], "balance": "zigzag"}
     return found
