@@ -13,7 +13,7 @@ from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import Choices, strategies
 from meshwright.planner.fix import parse_fix
 from meshwright.planner.price import Pricer
-from meshwright.planner.search import ORDERED, SIZED, searched
+from meshwright.planner.search import DIVIDED, ORDERED, PRICED, SIZED, WAITED, searched
 
 MIXTURE = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 96, "num_layers": 4}
 CASES = {
@@ -75,14 +75,22 @@ def test_the_first_of_a_kind_and_the_smallest(space):
 def test_no_bound_is_above_what_it_bounds(space):
     search, _ = space
     list(search.smallest())  # prices everything
-    for sized in search._roots:
-        assert sized.level == SIZED
-        for ordered in sized.children:
-            assert ordered.level == ORDERED
-            for priced in ordered.children:
-                for node in (sized, ordered):
-                    assert node.bound.seconds <= priced.bound.seconds * (1 + 1e-9), priced.strategy.describe()
-                    assert node.bound.num_bytes <= priced.bound.num_bytes, priced.strategy.describe()
+    levels = {DIVIDED, SIZED, WAITED, ORDERED} if search._fitting != search._roots else {SIZED, WAITED, ORDERED}
+    seen = set()
+    for above, priced in (pair for root in search._roots for pair in ways_down(root, ())):
+        for node in above:
+            assert node.bound.seconds <= priced.bound.seconds * (1 + 1e-9), priced.strategy.describe()
+            assert node.bound.num_bytes <= priced.bound.num_bytes, priced.strategy.describe()
+            seen.add(node.level)
+    assert levels - {DIVIDED} <= seen <= levels
+
+
+def ways_down(node, above):
+    """(nodes above, priced) of all that a node became."""
+    if node.level == PRICED:
+        yield above, node
+    for child in node.children or ():
+        yield from ways_down(child, (*above, node))
 
 
 def test_a_bound_that_is_too_high_is_noticed(model, cluster, monkeypatch):
@@ -91,8 +99,8 @@ def test_a_bound_that_is_too_high_is_noticed(model, cluster, monkeypatch):
     right = [key(f) for f in searched(spec, machines, JOB, {}).fastest()]
     sized = bounds.Bounds.sized
 
-    def too_high(self, strategy):
-        bound = sized(self, strategy)
+    def too_high(self, strategy, before):
+        bound = sized(self, strategy, before)
         return bounds.replace(bound, seconds=bound.seconds * (10 if strategy.zero else 1))
 
     monkeypatch.setattr(bounds.Bounds, "sized", too_high)

@@ -28,6 +28,10 @@ MAX_SIZE = 10**9
 """Of any size or count that is asked for: larger ones are slips of a finger, and take for ever to enumerate."""
 
 
+_HASH = "_hash"
+"""Where a value keeps it, once asked for."""
+
+
 class _ValueType(ModelMetaclass):
     """What `Job(...)` in Python refuses, it refuses as a file does: in one line."""
 
@@ -48,6 +52,28 @@ class Value(BaseModel, metaclass=_ValueType):
         if self is other or type(self) is not type(other):
             return self is other
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
+
+    def __hash__(self) -> int:
+        """By fields too, once: a planner looks values up by the ten thousand."""
+        known: int | None = self.__dict__.get(_HASH)
+        if known is None:
+            known = self.__dict__[_HASH] = hash(tuple(getattr(self, name) for name in type(self).__pydantic_fields__))
+        return known
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other fields, which are taken as they are; without cached properties, as :meth:`__copy__`."""
+        if deep or not update:
+            return super().model_copy(update=update, deep=deep)
+        copied, values, fields = object.__new__(type(self)), self.__dict__.copy(), type(self).__pydantic_fields__
+        if len(values) > len(fields):
+            for key in values.keys() - fields.keys():
+                del values[key]
+        values.update(update)
+        object.__setattr__(copied, "__dict__", values)
+        object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__ | update.keys())
+        object.__setattr__(copied, "__pydantic_extra__", None)
+        object.__setattr__(copied, "__pydantic_private__", None)
+        return copied
 
     def __copy__(self) -> Self:
         """A copy without cached properties: :meth:`model_copy` with an update would carry stale ones over."""

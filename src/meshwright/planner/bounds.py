@@ -19,6 +19,7 @@ from meshwright.core.flat import BACK, FRONT, HEAD_WEIGHT, Bucket, Slot, part_of
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement, placements
+from meshwright.core.schedule import folded, looped
 from meshwright.core.strategy import Offload, Strategy
 from meshwright.cost.in_flight import is_declared
 from meshwright.cost.latency import optimizer_s, seconds_by_phase
@@ -67,7 +68,6 @@ class Work:
     """Backward of one layer, at most, without what the host adds."""
     host_s: float
     """What it adds to a backward of all layers."""
-    kept: LeastKept
 
     @property
     def layer_s(self) -> OfKinds:
@@ -88,25 +88,39 @@ class _Size:
     """Of final norm and head."""
     all: Pair
 
+    def mean(self, num_ranks: int) -> Pair:
+        """Of the mean of so many pipeline ranks."""
+        return self.all[0] // num_ranks, self.all[1] // num_ranks
+
     def of(self, counts: Pair) -> Pair:
         """Of so many layers of each kind."""
         (dense, own_dense), (sparse, own_sparse) = self.layers
         return counts[0] * dense + counts[1] * sparse, counts[0] * own_dense + counts[1] * own_sparse
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Split:
     """What the degrees, ZeRO and shards decide."""
+
+    mean_bytes: int
+    """States of the mean rank: the fullest holds no less."""
+    sent: Sent | None = None
+    """Found where something fits."""
+    states: dict[Key, int] = field(default_factory=dict)
+    """Of ranks by what they hold, as far as they were asked for."""
+    by_cut: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    """Likewise of the ranks of cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What such ranks do once a step."""
 
     phases: dict[str, float]
     """Seconds of a mean rank's collectives in a step, in few calls."""
     first_s: float
     """Of the first rank's reduction of gradients."""
     update_s: float
-    mean_bytes: int
-    """States of the mean rank: the fullest holds no less."""
-    states: dict[Key, int] = field(default_factory=dict)
-    """Of ranks by what they hold, as far as they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +128,13 @@ class Bound:
     """Of all strategies that a partly chosen one may become."""
 
     seconds: float
+    """0 of what does not fit in any case."""
     num_bytes: int
     split: Split
-    work: Work
+    kind: int
+    """Of a micro-batch's work: degrees and layouts."""
+    kept: LeastKept | None = None
+    work: Work | None = None
 
 
 class Bounds:
@@ -130,33 +148,69 @@ class Bounds:
         self._is_cut = is_cut
         self._sizes: dict[Key, _Size] = {}
         self._splits: dict[Key, Split] = {}
+        self._plains: dict[Key, float] = {}
         self._works: dict[Key, Work] = {}
+        self._kepts: dict[Key, LeastKept] = {}
         self._cuts: dict[Key, Cut] = {}
+        self._kinds: dict[Key, int] = {}
         self._layers = Layers(model)
         self._of_kinds: Parts | None = None
         profile = cluster.device.profile
+        self._usable = cluster.usable_memory_bytes
         self._slowdown = profile.overlap_slowdown if profile else 1.0
 
-    def sized(self, s: Strategy) -> Bound:
-        """Of a strategy whose schedule, and cut into stages, are still open."""
-        return self._bound(s, self._split(s), self._work(s), is_ordered=False)
+    def divided(self, s: Strategy) -> Bound:
+        """Of a strategy whose micro-batches and recomputation are still open too."""
+        split = self._split(s)
+        return Bound(0.0, split.mean_bytes, split, self._kind(s))
+
+    def sized(self, s: Strategy, before: Bound) -> Bound:
+        """Of a strategy whose schedule, and cut into stages, are still open: what all ranks compute together, without
+        what is run again. `before`: while more was."""
+        kept = self._kept(s, before.kind)
+        num_bytes = before.num_bytes + self._mean_kept_bytes(s, kept)
+        if num_bytes > self._usable:
+            return Bound(0.0, num_bytes, before.split, before.kind, kept)
+        split = self._split(s) if s.reduces_each else before.split
+        compute_s = s.num_micro_batches * self._plain(s, before.kind) / s.pp
+        return Bound(compute_s + self._once_s(s, split), num_bytes, split, before.kind, kept)
+
+    def waited(self, s: Strategy, before: Bound) -> Bound:
+        """Likewise, with what is run again, and what ranks wait for."""
+        if before.num_bytes > self._usable:
+            return before
+        work = self._work(s, before.kind)
+        return replace(before, seconds=self._seconds(s, before.split, work), work=work)
 
     def ordered(self, s: Strategy, before: Bound) -> Bound:
         """Of a whole strategy. `before`: while its schedule, and its cut into stages, were open."""
-        return before if s.pp == 1 else self._bound(s, before.split, before.work, is_ordered=True)
+        if s.pp == 1 or before.kept is None:
+            return before
+        cut = self._cut(s)
+        num_bytes = max(before.num_bytes, self._cut_bytes(s, before.split, before.kept, cut))
+        if before.work is None or num_bytes > self._usable:
+            return replace(before, seconds=0.0, num_bytes=num_bytes)
+        return replace(before, seconds=self._seconds(s, before.split, before.work, cut), num_bytes=num_bytes)
 
-    def _bound(self, s: Strategy, split: Split, work: Work, *, is_ordered: bool) -> Bound:
-        pipeline_s = self._alone_s(s, split, work) if s.pp == 1 else self._pipeline_s(s, split, work, is_ordered)
-        after_s = sum(split.phases.get(phase, 0.0) for phase in ("count", "norm", "parameters"))
-        num_bytes = split.mean_bytes + self._mean_kept_bytes(s, work)
-        if is_ordered:
-            num_bytes = max(num_bytes, *(self._rank_bytes(s, split, work, rank) for rank in self._cut(s).ranks))
-        return Bound(pipeline_s + after_s + split.update_s, num_bytes, split, work)
+    def _seconds(self, s: Strategy, split: Split, work: Work, cut: Cut | None = None) -> float:
+        sent = self._sent(s, split)
+        pipeline_s = self._alone_s(s, sent, work) if s.pp == 1 else self._pipeline_s(s, sent, work, cut)
+        return pipeline_s + self._once_s(s, split)
 
-    def _alone_s(self, s: Strategy, split: Split, work: Work) -> float:
+    def _once_s(self, s: Strategy, split: Split) -> float:
+        """What follows the pipeline."""
+        sent = self._sent(s, split)
+        return sum(sent.phases.get(phase, 0.0) for phase in ("count", "norm", "parameters")) + sent.update_s
+
+    def _sent(self, s: Strategy, split: Split) -> Sent:
+        if split.sent is None:
+            split.sent = self._find_sent(s)
+        return split.sent
+
+    def _alone_s(self, s: Strategy, sent: Sent, work: Work) -> float:
         """Without a pipeline: micro-batches one after the other, gathering and reducing beside them."""
         m, gathers_s = s.num_micro_batches, [0.0, 0.0]
-        gather_s, num_blocks = split.phases.get("gather", 0.0) / (2 * m), self.model.num_layers + 1
+        gather_s, num_blocks = sent.phases.get("gather", 0.0) / (2 * m), self.model.num_layers + 1
         if gather_s and not s.keeps_gathered and s.offload.parameters == "none":
             for at, way_s in enumerate((work.forward_s, work.backward_s)):
                 beside_s = min(gather_s, way_s) * (1 - 1 / num_blocks) if s.prefetch else 0.0
@@ -164,7 +218,7 @@ class Bounds:
                 gathers_s[at] = max(gather_s - beside_s, first_s + (self._slowdown - 1) * beside_s)
         times = m if s.reduces_each else 1
         window_s = work.backward_s + gathers_s[1]
-        exposed_s = times * self._exposed_s(split.phases.get("gradients", 0.0) / times, window_s)
+        exposed_s = times * self._exposed_s(sent.phases.get("gradients", 0.0) / times, window_s)
         return m * (work.forward_s + work.backward_s + sum(gathers_s)) + exposed_s
 
     def _exposed_s(self, reduction_s: float, window_s: float) -> float:
@@ -172,15 +226,15 @@ class Bounds:
         seen_s = max(0.0, reduction_s - window_s)
         return seen_s + (min(self._slowdown, 2.0) - 1) * (reduction_s - seen_s)
 
-    def _pipeline_s(self, s: Strategy, split: Split, work: Work, is_ordered: bool) -> float:
+    def _pipeline_s(self, s: Strategy, sent: Sent, work: Work, cut: Cut | None) -> float:
         """The mean rank's work; or the first rank's with what it reduces; or the way there and back, and the last's."""
         m, each_s = s.num_micro_batches, work.layer_s
-        if not is_ordered:
+        if cut is None:
             compute_s = m * (work.forward_s + work.backward_s) / s.pp
             window_s = 2 * self.model.num_layers / s.pp * work.gradients_s + work.host_s
-            alone_s = m * self._least_layers(s) * min(each_s) + self._exposed_s(split.first_s, window_s)
+            alone_s = m * self._least_layers(s) * min(each_s) + self._exposed_s(sent.first_s, window_s)
             return max(compute_s + self._least_before(s) * min(work.layer_forward_s), alone_s)
-        cut, tails = self._cut(s), not s.splits_backward
+        tails = not s.splits_backward
         backward_s = work.backward_s if s.recompute_layers is None else work.plain_s + dot(cut.again, work.again_s)
         compute_s = m * (work.forward_s + backward_s) / s.pp
         if s.pipeline_schedule.num_directions > 1 or s.pipeline_schedule.is_asynchronous:
@@ -192,11 +246,14 @@ class Bounds:
             tail_s = dot(way.before, work.layer_backward_s) + dot(way.before_again, work.again_s)
             ends_s = max(ends_s, end_s)
             first_end_s = max(first_end_s, end_s + tail_s if tails else end_s * way.is_first)
-        exposed_s = self._exposed_s(split.first_s, (cut.first + 1) * work.gradients_s + work.host_s)
+        exposed_s = self._exposed_s(sent.first_s, (cut.first + 1) * work.gradients_s + work.host_s)
         return max(compute_s, ends_s, first_end_s + exposed_s)
 
     def _cut(self, s: Strategy) -> Cut:
-        key = s.stage_ranks, s.num_parts, s.layers_per_stage, s.recompute == "none", s.recompute_layers
+        schedule, again = s.pipeline_schedule, s.recompute_layers if s.recompute != "none" else 0
+        placed = () if schedule.stage_ranks in (looped, folded) else (s.num_micro_batches,)
+        layout = schedule.stage_ranks, schedule.num_directions, s.pp, s.stages_per_rank
+        key = *layout, *placed, s.layers_per_stage, again
         if key not in self._cuts:
             self._cuts[key] = self._layers.cut(s)
         return self._cuts[key]
@@ -217,12 +274,12 @@ class Bounds:
         chunks = range(1, MAX_CHUNKS + 1)
         return min(v * (self.model.num_layers // (s.pp * v)) for v in chunks if s.pp * v <= self.model.num_layers)
 
-    def _mean_kept_bytes(self, s: Strategy, work: Work) -> int:
+    def _mean_kept_bytes(self, s: Strategy, kept: LeastKept) -> int:
         """Of the mean rank: one micro-batch of each of its stages, which are all behind when the last one's backward
         begins."""
         if s.pipeline_schedule.is_asynchronous:
             return 0
-        kept, num = work.kept, self.model.num_layers
+        num = self.model.num_layers
         run_again = s.num_recomputed(num)
         if s.pp == 1:
             again = self._layers.pair(0, run_again)
@@ -233,42 +290,81 @@ class Bounds:
             return (run_again * min(kept.again) + (num - run_again) * min(kept.whole)) // s.pp
         return int(dot(self._layers.all, kept.again if run_again else kept.whole)) // s.pp
 
-    def _rank_bytes(self, s: Strategy, split: Split, work: Work, rank: Rank) -> int:
-        """States of such ranks, and what the fuller of the first and last of them keeps."""
-        key = rank.own, rank.has_front, rank.has_back, s.pipeline_schedule.is_asynchronous and (s.schedule, rank.last)
+    def _cut_bytes(self, s: Strategy, split: Split, kept: LeastKept, cut: Cut) -> int:
+        """Of the fullest rank: states, and what micro-batches keep while most of them are on their way."""
+        schedule, size, most = s.pipeline_schedule, s.pipeline, 0
+        states = self._states_by_rank(s, split, cut)
+        if schedule.num_live is None:
+            return max(states)
+        declared, again, whole = is_declared(s), kept.again, kept.whole
+        if not declared:
+            again, whole = _less_of(again, kept.postponed), _less_of(whole, kept.postponed)
+        for rank, states_bytes in zip(cut.ranks, states, strict=True):
+            live = max(schedule.num_live(size, rank.first), schedule.num_live(size, rank.last))
+            of_one = least(rank.stages, again, whole)
+            if declared:
+                of_one += kept.front * rank.has_front + kept.back * rank.has_back
+            most = max(most, states_bytes + live * of_one)
+        return most
+
+    def _states_by_rank(self, s: Strategy, split: Split, cut: Cut) -> tuple[int, ...]:
+        """Of each kind of ranks of a cut."""
+        endless = s.schedule if s.pipeline_schedule.is_asynchronous else ""
+        key = id(cut), endless
+        if key not in split.by_cut:
+            split.by_cut[key] = tuple(self._rank_states(s, split, rank, endless) for rank in cut.ranks)
+        return split.by_cut[key]
+
+    def _rank_states(self, s: Strategy, split: Split, rank: Rank, endless: str) -> int:
+        key = rank.own, rank.has_front, rank.has_back, endless and (endless, rank.last)
         if key not in split.states:
             size = self._size(s)
-            ends = (end for end, has in ((size.front, rank.has_front), (size.back, rank.has_back)) if has)
-            held = size.of(rank.own)
-            for end in ends:
-                held = held[0] + end[0], held[1] + end[1]
-            split.states[key] = self._states(s, _buckets(*held, 1), rank.last)
-        num_live, kept = s.pipeline_schedule.num_live, work.kept
-        if num_live is None:
-            return split.states[key]
-        live = max(num_live(s.pipeline, rank.first), num_live(s.pipeline, rank.last))
-        if is_declared(s):
-            ends_bytes = kept.front * rank.has_front + kept.back * rank.has_back
-            return split.states[key] + live * (least(rank.stages, kept.again, kept.whole) + ends_bytes)
-        again, whole = (_less_of(each, kept.postponed) for each in (kept.again, kept.whole))
-        return split.states[key] + live * least(rank.stages, again, whole)
+            held = [size.of(rank.own)]
+            held += [end for end, has in ((size.front, rank.has_front), (size.back, rank.has_back)) if has]
+            whole, spread = sum(of[0] for of in held), sum(of[1] for of in held)
+            split.states[key] = self._states(s, _buckets(whole, spread, 1), rank.last)
+        return split.states[key]
 
-    def _work(self, s: Strategy) -> Work:
-        kind = s.tp, s.expert, s.tensor, s.sequence, s.context, s.precision, s.micro_batch_size
-        key: Key = *kind, s.recompute, s.recompute_group, s.recompute_layers and (s.recompute_layers, s.pp)
+    def _kind(self, s: Strategy) -> int:
+        """What a micro-batch's work depends on, besides its size and what is run again."""
+        key = s.tp, s.expert, s.tensor, s.sequence, s.context, s.precision, s.offload
+        return self._kinds.setdefault(key, len(self._kinds))
+
+    def _kept(self, s: Strategy, kind: int) -> LeastKept:
+        key = kind, s.micro_batch_size, s.recompute, s.recompute_group
+        if key not in self._kepts:
+            self._kepts[key] = least_kept_bytes(self.model, self.job, s)
+        return self._kepts[key]
+
+    def _plain(self, s: Strategy, kind: int) -> float:
+        """Seconds of one micro-batch through the whole model, without what is run again."""
+        key = kind, s.micro_batch_size
+        if key not in self._plains:
+            changes = {**ALONE, "recompute": "none", "recompute_group": 1, "dp": s.expert_dp}
+            _, compute = self._parts.stage(s.model_copy(update=changes), 0)
+            self._plains[key] = (total_s(compute.forward) + total_s(compute.backward)) * LESS
+        return self._plains[key]
+
+    def _work(self, s: Strategy, kind: int) -> Work:
+        key: Key = (
+            kind,
+            s.micro_batch_size,
+            s.recompute,
+            s.recompute_group,
+            s.recompute_layers and (s.recompute_layers, s.pp),
+        )
         if key not in self._works:
-            self._works[key] = self._find_work(s)
+            self._works[key] = self._find_work(s, kind)
         return self._works[key]
 
-    def _find_work(self, s: Strategy) -> Work:
+    def _find_work(self, s: Strategy, kind: int) -> Work:
         alone = s.model_copy(update={**ALONE, "dp": s.expert_dp})
         if s.recompute != "none":
-            plain = self._work(
-                s.model_copy(update={"recompute": "none", "recompute_layers": None, "recompute_group": 1})
-            )
+            changes = {"recompute": "none", "recompute_layers": None, "recompute_group": 1}
+            plain = self._work(s.model_copy(update=changes), kind)
         if s.recompute_layers is not None:
             longest = max(map(len, s.stage_layers(self.model.num_layers)))
-            whole = self._work(s.model_copy(update={"recompute_layers": None}))
+            whole = self._work(s.model_copy(update={"recompute_layers": None}), kind)
             more_s = min(1.0, s.recompute_layers / longest) * (whole.backward_s - plain.backward_s)
             if self.model.dense_layers:  # of a pipeline, its cut says it
                 more_s = dot(self._layers.priced_again(0, self.model.num_layers, s), whole.again_s) * (s.pp == 1)
@@ -293,7 +389,6 @@ class Bounds:
             head_s=passes[0].head_s + passes[1].head_s,
             gradients_s=max(layers_s[1]) * MORE if self.model.dense_layers else mean_s,
             host_s=host_s,
-            kept=least_kept_bytes(self.model, self.job, s),
         )
 
     def _by_kind(self, s: Strategy) -> tuple[OfKinds, OfKinds]:
@@ -320,17 +415,22 @@ class Bounds:
         return self._splits[key]
 
     def _find_split(self, s: Strategy) -> Split:
+        size = self._size(s)
+        has_mean = s.pp == 1 or not s.pipeline_schedule.is_asynchronous  # whose ranks keep unequally many versions
+        is_by_block = s.pp == 1 and s.zero >= 2 and s.tile == 1
+        held = self._by_block(size) if is_by_block else _buckets(*size.mean(s.pp), 1)
+        return Split(self._states(s, held, 0) if has_mean else 0)
+
+    def _find_sent(self, s: Strategy) -> Sent:
         size, fewest = self._size(s), self._least_layers(s)
-        mean = size.all[0] // s.pp, size.all[1] // s.pp
+        mean = size.mean(s.pp)
         least_of = [min(sizes[at] for sizes in size.layers) for at in (0, 1)]
         first = fewest * least_of[0] + size.front[0], fewest * least_of[1]
         blocks = self.model.num_layers if s.pp == 1 and s.zero >= 2 else 1
         phases = self._phases(s, _buckets(*mean, blocks))
         first_s = self._phases(s, _buckets(*first, 1)).get("gradients", 0.0) if s.pp > 1 else 0.0
         update_s = s.num_updates * optimizer_s(sum(mean), self.job, s, self.cluster) * (not s.offload.delayed)
-        has_mean = not s.pipeline_schedule.is_asynchronous  # whose ranks keep unequally many versions
-        held = self._by_block(size) if s.pp == 1 and s.zero >= 2 and s.tile == 1 else _buckets(*mean, 1)
-        return Split(phases, first_s, update_s, self._states(s, held, 0) if has_mean or s.pp == 1 else 0)
+        return Sent(phases, first_s, update_s)
 
     def _by_block(self, size: _Size) -> tuple[Bucket, ...]:
         """Of a rank that holds all layers."""

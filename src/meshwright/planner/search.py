@@ -1,7 +1,8 @@
 """Best first: a tree of choices in order of what they can reach at best, of which few are priced in full.
 
-    degrees, ZeRO, ...  ─┐
+    degrees, ZeRO, ...                  a bound on bytes; most of what cannot fit ends here
     + micro-batches, recomputation      a bound on seconds and bytes; in the queue
+                                        a tighter one, once it is first there; in the queue again
     + schedule                          a tighter bound; in the queue again
     + stages even or balanced           priced: exact; first in the queue when nothing else can be faster
 
@@ -11,7 +12,7 @@ without pricing the rest, and the answer is that of pricing all. What has been p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -27,7 +28,7 @@ from meshwright.planner.enumerate import Choices, Refusal, nothing_legal, open_a
 from meshwright.planner.must import Must, broken, kept
 from meshwright.planner.price import Forecast, Pricer
 
-SIZED, ORDERED, PRICED = range(3)
+DIVIDED, SIZED, WAITED, ORDERED, PRICED = range(5)
 """How far a strategy is chosen."""
 
 Admits = Callable[[Strategy], bool]
@@ -80,14 +81,13 @@ class Search:
         self._bounds = Bounds(choices.model, choices.cluster, choices.job, pricer.parts, is_cut=ends is not None)
         self.priced: list[Forecast] = []
         self.too_large: list[tuple[Strategy, int]] = []
-        early = [must for must in musts if must.field != "num_chunks"]
-        self._roots = [
-            _Node(sized, SIZED, self._bounds.sized(sized))
-            for split in choices.splits()
-            for sized in choices.sizes(split)
-            if broken(early, sized) is None
-        ]
+        self._early = [must for must in musts if must.field != "num_chunks"]
+        self._roots: list[_Node] = []
+        for divided in choices.splits():
+            root = _Node(divided, DIVIDED, self._bounds.divided(divided))
+            self._roots += [root] if self._is_too_large(root) else self._sized(root)
         self._note_too_large(self._roots)
+        self._fitting = [root for root in self._roots if not self._is_too_large(root)]
 
     @property
     def refused(self) -> list[Refusal]:
@@ -97,8 +97,20 @@ class Search:
     @property
     def is_any(self) -> bool:
         """Whether anything is legal, and kept."""
-        ordered = (child for root in self._roots for child in self._children(root))
-        return any(self._choices.is_allowed(node.strategy) for node in ordered)
+        return any(
+            self._choices.is_allowed(node.strategy)
+            for roots in (self._fitting, self._roots)
+            for root in roots
+            for node in self._leaves(root)
+        )
+
+    def _leaves(self, node: _Node) -> Iterator[_Node]:
+        """Whole strategies that it may become."""
+        if node.level == ORDERED:
+            yield node
+            return
+        for child in self._children(node):
+            yield from self._leaves(child)
 
     def fastest(self, admits: Admits = lambda strategy: True) -> Iterator[Forecast]:
         """Those that fit, in order of time, of equally fast ones the smaller first.
@@ -109,6 +121,7 @@ class Search:
         """
         usable = self.pricer.room.usable_memory_bytes
         return self._walk(
+            self._fitting,
             lambda node: (node.bound.seconds, node.bound.num_bytes),
             lambda node: node.bound.num_bytes <= usable and admits(node.strategy),
             lambda forecast: forecast.fits,
@@ -118,6 +131,7 @@ class Search:
         """Those that fit and need less memory than every faster one, in order of time."""
         most = [self.pricer.room.usable_memory_bytes + 1]
         for forecast in self._walk(
+            self._fitting,
             lambda node: (node.bound.seconds, node.bound.num_bytes),
             lambda node: node.bound.num_bytes < most[0],
             lambda forecast: forecast.fits,
@@ -128,17 +142,21 @@ class Search:
     def smallest(self, admits: Admits = lambda strategy: True) -> Iterator[Forecast]:
         """All, in order of their fullest rank's memory, whether they fit or not."""
         return self._walk(
-            lambda node: (node.bound.num_bytes, node.bound.seconds), lambda node: admits(node.strategy), lambda _: True
+            self._roots,
+            lambda node: (node.bound.num_bytes, node.bound.seconds),
+            lambda node: admits(node.strategy),
+            lambda _: True,
         )
 
     def _walk(
         self,
+        roots: Sequence[_Node],
         key: Callable[[_Node], tuple[float, float]],
         admits: Callable[[_Node], bool],
         counts: Callable[[Forecast], bool],
     ) -> Iterator[Forecast]:
         tie = count()
-        queue = [(key(node), next(tie), node) for node in self._roots if admits(node)]
+        queue = [(key(node), next(tie), node) for node in roots if admits(node)]
         heapify(queue)
         while queue:
             _, _, node = heappop(queue)
@@ -153,14 +171,25 @@ class Search:
 
     def _children(self, node: _Node) -> list[_Node]:
         if node.children is None:
-            node.children = list(self._ordered(node) if node.level == SIZED else self._priced(node))
-            if node.level == SIZED and node.bound.num_bytes <= self.pricer.room.usable_memory_bytes:
+            further = {DIVIDED: self._sized, SIZED: self._waited, WAITED: self._ordered, ORDERED: self._priced}
+            node.children = list(further[node.level](node))
+            if node.level == WAITED and not self._is_too_large(node):
                 self._note_too_large(node.children)
         return node.children
 
     def _note_too_large(self, nodes: list[_Node]) -> None:
-        usable = self.pricer.room.usable_memory_bytes
-        self.too_large += [(node.strategy, node.bound.num_bytes) for node in nodes if node.bound.num_bytes > usable]
+        self.too_large += [(node.strategy, node.bound.num_bytes) for node in nodes if self._is_too_large(node)]
+
+    def _is_too_large(self, node: _Node) -> bool:
+        return node.bound.num_bytes > self.pricer.room.usable_memory_bytes
+
+    def _sized(self, node: _Node) -> Iterator[_Node]:
+        for sized in self._choices.sizes(node.strategy):
+            if broken(self._early, sized) is None:
+                yield _Node(sized, SIZED, self._bounds.sized(sized, node.bound))
+
+    def _waited(self, node: _Node) -> Iterator[_Node]:
+        yield _Node(node.strategy, WAITED, self._bounds.waited(node.strategy, node.bound))
 
     def _ordered(self, node: _Node) -> Iterator[_Node]:
         for strategy in self._choices.orders(node.strategy):
