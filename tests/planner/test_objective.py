@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from meshwright.cli.main import main
@@ -124,9 +126,37 @@ def test_constraints_that_leave_nothing_say_what_would():
         plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>=16"])))
     with pytest.raises(RuleError, match="not together"):
         plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>2", "dp>2", "pp>2"])))
+    with pytest.raises(RuleError, match=r"keeps all of it; pp can be 1, 2 with tp>1; pp=2 comes closest"):
+        plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>1", "pp>2"])))
     for text, words in (("tp", "write FIELD"), ("colour=3", "cannot be compared"), ("tp<=two", "write FIELD")):
         with pytest.raises(InputError, match=words):
             parse_must([text])
+
+
+@pytest.mark.parametrize(
+    ("musts", "words"),
+    [
+        (["tp>4", "dp>1", "tp<2"], "tp>4 and tp<2: they contradict each other"),
+        (["pp<1"], "pp is 1 or more"),
+        (["tp>=2", "tp<=3", "tp!=2", "tp!=3"], "tp>=2 and tp<=3 and tp!=2 and tp!=3"),
+        (["zero<1", "tp>2", "tp<4", "pp!=1"], None),
+    ],
+)
+def test_constraints_that_no_number_keeps_contradict_each_other(musts, words):
+    if words is None:
+        assert len(parse_must(musts)) == len(musts)
+        return
+    with pytest.raises(InputError, match=re.escape(words)):
+        parse_must(musts)
+
+
+def test_a_limit_that_is_too_low_is_answered_with_one_that_is_not():
+    asked = wanted()
+    low = limited(asked.cluster, "1MB")
+    with pytest.raises(RuleError) as refused:
+        plan(asked.model, low, asked.job)
+    found = re.search(r"it fits with a memory limit of ([\d.]+GB)", str(refused.value))
+    assert plan(asked.model, limited(asked.cluster, found[1]), asked.job).forecast.fits
 
 
 def test_a_memory_limit_is_what_a_rank_may_fill():

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError, RuleError
@@ -24,6 +25,9 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 }
 FIELDS = ("dp", "tp", "pp", "cp", "zero", "num_chunks", "micro_batch_size", "num_micro_batches", "tile", "prefetch")
 """What may be compared: whole numbers of a strategy."""
+
+FROM_ZERO = ("zero", "prefetch")
+"""Those of them that may be 0."""
 
 UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -47,8 +51,33 @@ class Must:
 
 
 def parse_must(texts: Iterable[str]) -> tuple[Must, ...]:
-    """Raises InputError naming the text, and what may stand there."""
-    return tuple(map(_parsed, texts))
+    """Raises InputError naming the text, and what may stand there, or constraints that no number keeps together."""
+    musts = tuple(map(_parsed, texts))
+    for field in dict.fromkeys(must.field for must in musts):
+        of_field = [must for must in musts if must.field == field]
+        pairs = [list(pair) for pair in combinations(of_field, 2)]
+        for few in ([must] for must in of_field), pairs, [of_field]:
+            against = next((some for some in few if not _is_possible(some)), None)
+            if against is not None:
+                raise InputError(_impossible(against))
+    return musts
+
+
+def _is_possible(musts: Sequence[Must]) -> bool:
+    """Whether a number keeps all: if one does, so does one next to those that are compared with, or the least."""
+    near = {must.value + step for must in musts for step in range(-len(musts), len(musts) + 1)}
+    least = 0 if musts[0].field in FROM_ZERO else 1
+    return any(
+        all(COMPARISONS[must.sign](value, must.value) for must in musts) for value in near | {least} if value >= least
+    )
+
+
+def _impossible(musts: Sequence[Must]) -> str:
+    field, wish = musts[0].field, " and ".join(map(str, musts))
+    if len(musts) == 1:
+        return f"--must {wish}: {field} is {0 if field in FROM_ZERO else 1} or more"
+    all_of_them = "both" if len(musts) == 2 else "them all"
+    return f"--must {wish}: they contradict each other, no {field} keeps {all_of_them}; leave one of them out"
 
 
 def _parsed(text: str) -> Must:
@@ -84,9 +113,14 @@ def kept(musts: Sequence[Must], legal: Sequence[Strategy]) -> tuple[Strategy, ..
         raise RuleError(f"--must {wish}: each can be kept, but not together; leave one of them out", "must")
     there = sorted({getattr(strategy, tightest.field) for strategy in open_to})
     nearest = min(there, key=lambda value: abs(value - tightest.value))
+    number = counted(len(legal), "legal strategy", "legal strategies")
+    what = f"none of {number} has {tightest}"
+    where = "here"
+    if any(tightest.holds(strategy) for strategy in legal):
+        what, where = f"none of {number} keeps all of it", f"with {', '.join(map(str, others))}"
     raise RuleError(
-        f"--must {wish}: none of {counted(len(legal), 'legal strategy', 'legal strategies')} has {tightest}; "
-        f"{tightest.field} can be {_listed(there)} here; {tightest.field}={nearest} comes closest",
+        f"--must {wish}: {what}; {tightest.field} can be {_listed(there)} {where}; {tightest.field}={nearest} comes "
+        "closest",
         "must",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
@@ -40,10 +41,19 @@ def nothing_fits(
         f"{closest.limit} ({format_bytes(held.states_bytes)} states + {format_bytes(held.activations_bytes)} "
         f"activations + {format_bytes(held.buffers_bytes)} buffers on rank {closest.rank})"
     )
+    others = (next(found(model, cluster, job, fix), None) for found in (_offloads, _larger))
     change = next(_freed(model, cluster, job, fix), None) or "; or ".join(
-        filter(None, (next(found(model, cluster, job, fix), None) for found in (_offloads, _larger)))
+        filter(None, (_higher_limit(cluster, closest), *others))
     )
     return RuleError(f"{message}; {change or 'no single change tried here makes it fit'}", "memory")
+
+
+def _higher_limit(cluster: ClusterSpec, closest: Forecast) -> str | None:
+    """Where ranks were kept from filling what they might: the limit that would do."""
+    usual = ClusterSpec.model_fields["usable_memory_fraction"].default * cluster.device.memory_bytes
+    if not cluster.usable_memory_bytes < closest.device_bytes <= usual:
+        return None
+    return f"it fits with a memory limit of {ceil(closest.device_bytes / 1e8) / 10:.1f}GB"
 
 
 def _freed(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
