@@ -75,14 +75,14 @@ def test_the_first_of_a_kind_and_the_smallest(space):
 def test_no_bound_is_above_what_it_bounds(space):
     search, _ = space
     list(search.smallest())  # prices everything
-    levels = {DIVIDED, SIZED, WAITED, ORDERED} if search._fitting != search._roots else {SIZED, WAITED, ORDERED}
+    levels = {DIVIDED, SIZED, WAITED, ORDERED}
     seen = set()
     for above, priced in (pair for root in search._roots for pair in ways_down(root, ())):
         for node in above:
             assert node.bound.seconds <= priced.bound.seconds * (1 + 1e-9), priced.strategy.describe()
             assert node.bound.num_bytes <= priced.bound.num_bytes, priced.strategy.describe()
             seen.add(node.level)
-    assert levels - {DIVIDED} <= seen <= levels
+    assert seen == levels
 
 
 def ways_down(node, above):

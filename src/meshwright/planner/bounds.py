@@ -159,10 +159,19 @@ class Bounds:
         self._usable = cluster.usable_memory_bytes
         self._slowdown = profile.overlap_slowdown if profile else 1.0
 
-    def divided(self, s: Strategy) -> Bound:
-        """Of a strategy whose micro-batches and recomputation are still open too."""
-        split = self._split(s)
-        return Bound(0.0, split.mean_bytes, split, self._kind(s))
+    def divided(self, s: Strategy, sizes: Sequence[int]) -> Bound:
+        """Of a strategy whose micro-batches and recomputation are still open too.
+
+        Args:
+            sizes: of the micro-batches that may become of it.
+        """
+        split, kind = self._split(s), self._kind(s)
+        if split.mean_bytes > self._usable or not sizes:
+            return Bound(0.0, split.mean_bytes, split, kind)
+        per_rank = self.job.global_batch_size // s.dp
+        compute_s = min(per_rank // size * self._plain(s, kind, size) for size in sizes) / s.pp
+        once_s = 0.0 if s.reduces_each else self._once_s(s, split)
+        return Bound(compute_s + once_s, split.mean_bytes, split, kind)
 
     def sized(self, s: Strategy, before: Bound) -> Bound:
         """Of a strategy whose schedule, and cut into stages, are still open: what all ranks compute together, without
@@ -172,7 +181,7 @@ class Bounds:
         if num_bytes > self._usable:
             return Bound(0.0, num_bytes, before.split, before.kind, kept)
         split = self._split(s) if s.reduces_each else before.split
-        compute_s = s.num_micro_batches * self._plain(s, before.kind) / s.pp
+        compute_s = s.num_micro_batches * self._plain(s, before.kind, s.micro_batch_size) / s.pp
         return Bound(compute_s + self._once_s(s, split), num_bytes, split, before.kind, kept)
 
     def waited(self, s: Strategy, before: Bound) -> Bound:
@@ -336,11 +345,11 @@ class Bounds:
             self._kepts[key] = least_kept_bytes(self.model, self.job, s)
         return self._kepts[key]
 
-    def _plain(self, s: Strategy, kind: int) -> float:
-        """Seconds of one micro-batch through the whole model, without what is run again."""
-        key = kind, s.micro_batch_size
+    def _plain(self, s: Strategy, kind: int, size: int) -> float:
+        """Seconds of one micro-batch of `size` through the whole model, without what is run again."""
+        key = kind, size
         if key not in self._plains:
-            changes = {**ALONE, "recompute": "none", "recompute_group": 1, "dp": s.expert_dp}
+            changes = {**ALONE, "recompute": "none", "recompute_group": 1, "dp": s.expert_dp, "micro_batch_size": size}
             _, compute = self._parts.stage(s.model_copy(update=changes), 0)
             self._plains[key] = (total_s(compute.forward) + total_s(compute.backward)) * LESS
         return self._plains[key]

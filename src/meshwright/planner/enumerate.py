@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import gcd, isqrt
 from typing import Any
 
 from meshwright.core.axes import DP, PP, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
-from meshwright.core.layouts import Context, ContextKind, Expert
+from meshwright.core.layouts import Context, ContextKind, Expert, Tensor
 from meshwright.core.legal import all_degrees, check, divisors, nearest_legal
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import MICRO_BATCH_RULES, Case, violations
@@ -182,7 +182,7 @@ class Choices:
 
     def _layouts(self) -> Iterator[Strategy]:
         """Sequences that are divided too, where nothing is fixed about that: within the layers' ranks, or over further
-        ones where they are long."""
+        ones where they are long; and layers on grids of ranks."""
         fix, cluster = self.fix, self.cluster
         if cluster.backend == "gloo" or any(name in fix for name in ("tensor", "sequence", "context", "tile")):
             return
@@ -197,6 +197,9 @@ class Choices:
                     yield first
                 if first.tp > 1:
                     yield first.model_copy(update={"sequence": "megatron"})
+        for degrees in _degrees(cluster.num_devices, fix):
+            for tensor in grids(degrees[TP]):
+                yield _first_choice(degrees, self.job, cluster, {**fix, "tensor": tensor})
 
     def _divided(self, first: Strategy) -> Iterator[Strategy]:
         """ZeRO, shards and experts. At dp=1 ZeRO 0 and 1 are one."""
@@ -216,13 +219,21 @@ class Choices:
     def sizes(self, split: Strategy) -> Iterator[Strategy]:
         """Micro-batches and recomputation."""
         per_rank = self.job.global_batch_size // split.dp
-        sizes = (self.fix["micro_batch_size"],) if "micro_batch_size" in self.fix else _micro_batch_sizes(per_rank)
-        for size, again in product(sizes, self._recomputations(split)):
-            number = per_rank // size
-            if self.fix.get("num_micro_batches", number) == number:
-                yield split.model_copy(update={**again, "micro_batch_size": size, "num_micro_batches": number})
+        for size, again in product(self.micro_batch_sizes(split), self.recomputations(split)):
+            yield split.model_copy(update={**again, "micro_batch_size": size, "num_micro_batches": per_rank // size})
 
-    def _recomputations(self, split: Strategy) -> Iterator[dict[str, Any]]:
+    def micro_batch_sizes(self, split: Strategy) -> list[int]:
+        """Those of :meth:`sizes`. A grid that nobody asked for is offered what its ranks can share out."""
+        fix, per_rank = self.fix, self.job.global_batch_size // split.dp
+        sizes = [fix["micro_batch_size"]] if "micro_batch_size" in fix else _micro_batch_sizes(per_rank)
+        parts = 1 if "tensor" in fix else split.grid.parts(split.grid.batch_axes)
+        return [
+            size
+            for size in sizes
+            if fix.get("num_micro_batches", per_rank // size) == per_rank // size and size % parts == 0
+        ]
+
+    def recomputations(self, split: Strategy) -> Iterator[dict[str, Any]]:
         """None, all layers; on accelerators attention alone, and the first layers of each stage."""
         if "recompute" in self.fix:
             yield {"recompute": self.fix["recompute"]}
@@ -252,6 +263,18 @@ class Choices:
         if reason:
             self.refused.append(Refusal(strategy, *reason, whole_degree=False))
         return reason is None
+
+
+def grids(tp: int) -> Iterator[Tensor]:
+    """Of more than one rank along each side, that `tp` ranks fill."""
+    if isqrt(tp) ** 2 == tp > 1:
+        yield Tensor(kind="2d")
+    for depth in range(2, tp):
+        side = isqrt(tp // depth)
+        if depth <= side and depth * side**2 == tp:
+            yield Tensor(kind="2.5d", depth=depth)
+    if round(tp ** (1 / 3)) ** 3 == tp > 1:
+        yield Tensor(kind="3d")
 
 
 def _products(options: Mapping[str, Sequence[Any]], fix: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Best first: a tree of choices in order of what they can reach at best, of which few are priced in full.
 
-    degrees, ZeRO, ...                  a bound on bytes; most of what cannot fit ends here
+    degrees, ZeRO, ...                  a bound on seconds and bytes; in the queue
     + micro-batches, recomputation      a bound on seconds and bytes; in the queue
                                         a tighter one, once it is first there; in the queue again
     + schedule                          a tighter bound; in the queue again
@@ -43,6 +43,12 @@ class _Node:
     bound: Bound
     forecast: Forecast | None = None
     children: list[_Node] | None = None
+    may_be: tuple[Strategy, ...] = ()
+    """Where recomputation is still open, one strategy of each kind of it."""
+
+    def may_be_one(self, admits: Admits) -> bool:
+        """Whether something that it may become is admitted, as far as that is known."""
+        return any(map(admits, self.may_be)) if self.may_be else admits(self.strategy)
 
 
 def searched(
@@ -84,8 +90,10 @@ class Search:
         self._early = [must for must in musts if must.field != "num_chunks"]
         self._roots: list[_Node] = []
         for divided in choices.splits():
-            root = _Node(divided, DIVIDED, self._bounds.divided(divided))
-            self._roots += [root] if self._is_too_large(root) else self._sized(root)
+            bound = self._bounds.divided(divided, choices.micro_batch_sizes(divided))
+            kinds = {again["recompute"] for again in choices.recomputations(divided)}
+            may_be = tuple(divided.model_copy(update={"recompute": kind}) for kind in kinds)
+            self._roots.append(_Node(divided, DIVIDED, bound, may_be=may_be))
         self._note_too_large(self._roots)
         self._fitting = [root for root in self._roots if not self._is_too_large(root)]
 
@@ -116,14 +124,14 @@ class Search:
         """Those that fit, in order of time, of equally fast ones the smaller first.
 
         Args:
-            admits: asked again and again of strategies whose schedule may still be open, and of priced ones: what it
-                refuses, with all that may become of it, is left out.
+            admits: asked again and again of strategies whose micro-batches and schedule may still be open, and of
+                priced ones: what it refuses, with all that may become of it, is left out.
         """
         usable = self.pricer.room.usable_memory_bytes
         return self._walk(
             self._fitting,
             lambda node: (node.bound.seconds, node.bound.num_bytes),
-            lambda node: node.bound.num_bytes <= usable and admits(node.strategy),
+            lambda node: node.bound.num_bytes <= usable and node.may_be_one(admits),
             lambda forecast: forecast.fits,
         )
 
@@ -144,7 +152,7 @@ class Search:
         return self._walk(
             self._roots,
             lambda node: (node.bound.num_bytes, node.bound.seconds),
-            lambda node: admits(node.strategy),
+            lambda node: node.may_be_one(admits),
             lambda _: True,
         )
 
@@ -173,7 +181,7 @@ class Search:
         if node.children is None:
             further = {DIVIDED: self._sized, SIZED: self._waited, WAITED: self._ordered, ORDERED: self._priced}
             node.children = list(further[node.level](node))
-            if node.level == WAITED and not self._is_too_large(node):
+            if node.level in (DIVIDED, WAITED) and not self._is_too_large(node):
                 self._note_too_large(node.children)
         return node.children
 
