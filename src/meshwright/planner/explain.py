@@ -47,6 +47,7 @@ ALTERNATIVES = (
     Alternative("with sequence parallelism", lambda c, w: w.sequence == "none" != c.sequence),
     Alternative("without context parallelism", lambda c, w: c.cp == 1 < w.cp),
     Alternative("with context parallelism", lambda c, w: w.cp == 1 < c.cp),
+    Alternative("on a grid of ranks", lambda c, w: c.tensor.kind != "1d" == w.tensor.kind),
     Alternative("with 1f1b", lambda c, w: w.pp > 1 < c.pp and c.schedule == "1f1b" != w.schedule),
 )
 """Each is compared by its best strategy."""
