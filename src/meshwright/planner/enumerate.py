@@ -182,7 +182,7 @@ class Choices:
 
     def _layouts(self) -> Iterator[Strategy]:
         """Sequences that are divided too, where nothing is fixed about that: within the layers' ranks, or over further
-        ones where they are long; and layers on grids of ranks."""
+        ones where they are long; and layers on grids of ranks, unless somebody said how many share them."""
         fix, cluster = self.fix, self.cluster
         if cluster.backend == "gloo" or any(name in fix for name in ("tensor", "sequence", "context", "tile")):
             return
@@ -197,7 +197,7 @@ class Choices:
                     yield first
                 if first.tp > 1:
                     yield first.model_copy(update={"sequence": "megatron"})
-        for degrees in _degrees(cluster.num_devices, fix):
+        for degrees in () if TP in fix else _degrees(cluster.num_devices, fix):
             for tensor in grids(degrees[TP]):
                 yield _first_choice(degrees, self.job, cluster, {**fix, "tensor": tensor})
 
