@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Tensor
 from meshwright.core.rules import violations
 from meshwright.core.sources import load_cluster
 from meshwright.core.strategy import Strategy
@@ -27,11 +28,11 @@ def brute_force(model, cluster, job, max_tp):
         some = {longest * n // 4 for n in (1, 2, 3)} - {0, longest}
         again = [("none", None), ("full", None), ("selective", None), *(("full", layers) for layers in some)]
         orders = [("gpipe", 1), ("1f1b", 1), *(("interleaved-1f1b", v) for v in (2, 3, 4))]
-        choices = product(orders, range(4), ("all", "node"), again, ("none", "megatron"))
-        for (schedule, chunks), zero, over, (recompute, layers), sequence in choices:
+        grids = [Tensor(kind="2d"), Tensor(kind="3d"), *(Tensor(kind="2.5d", depth=d) for d in range(2, tp + 1))]
+        kinds = [("none", Tensor()), *([("megatron", Tensor()), *(("none", grid) for grid in grids)] if tp > 1 else [])]
+        choices = product(orders, range(4), ("all", "node"), again, kinds)
+        for (schedule, chunks), zero, over, (recompute, layers), (sequence, tensor) in choices:
             if (pp == 1 and schedule != "1f1b") or (dp == 1 and zero > 0) or (pp > 1 and zero > 1):
-                continue
-            if tp == 1 and sequence == "megatron":
                 continue
             if chunks > 1 and (pp * chunks > model.num_layers or (chunks > 2 and model.num_layers % (pp * chunks))):
                 continue
@@ -41,7 +42,7 @@ def brute_force(model, cluster, job, max_tp):
             strategy = Strategy(
                 dp=dp, tp=tp, pp=pp, micro_batch_size=b, num_micro_batches=batch // dp // b, schedule=schedule,
                 zero=zero, shard_over=over, recompute=recompute, recompute_layers=layers, num_chunks=chunks,
-                sequence=sequence, precision="bf16",
+                sequence=sequence, tensor=tensor, precision="bf16",
             ).on(cluster)  # fmt: skip
             if not violations(strategy, model, cluster, job):
                 found.add(strategy)
