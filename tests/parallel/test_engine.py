@@ -54,12 +54,12 @@ def trained(rank: int, world: int, plan: str, num_steps: int) -> tuple[list[tupl
     ],
     ids=str,
 )
-def test_replicas_are_equal_to_the_bit_after_many_steps(ranks, split):
+def test_replicas_are_equal_to_the_bit_after_fifty_steps(ranks, split):
     """Over dp, over tp where parameters are whole on every rank, and both copies of a tied embedding."""
     plan = run_plan(TIED, batch=4, **split)
-    results = ranks(trained, plan.strategy.world_size, plan.to_toml(), 30, timeout_s=300)
+    results = ranks(trained, plan.strategy.world_size, plan.to_toml(), 50, timeout_s=300)
     losses = [loss for loss, _ in results[0][0]]
-    assert sum(losses[20:]) < sum(losses[:10])
+    assert sum(losses[40:]) < sum(losses[:10])
     assert all(steps == results[0][0] for steps, _ in results)
     assembled([boxes for _, boxes in results])  # refuses replicas that differ
 

@@ -195,9 +195,9 @@ def test_stages_are_equal_to_the_bit(ranks):
         assert all(torch.equal(found[name], first[name]) for name in first)
 
 
-def test_replicas_are_equal_to_the_bit_after_many_steps(ranks):
+def test_replicas_are_equal_to_the_bit_after_fifty_steps(ranks):
     """Every block was gathered from the same shards: both ranks saw the same losses, from first to last."""
-    runs = ranks(trained_by_sgd, 2, make_plan(llama(num_layers=1), dp=2, precision="fp32", zero=3).to_toml(), 20)
+    runs = ranks(trained_by_sgd, 2, make_plan(llama(num_layers=1), dp=2, precision="fp32", zero=3).to_toml(), 50)
     assert runs[0][0] == runs[1][0]
     assembled([boxes for _, boxes in runs])
 
