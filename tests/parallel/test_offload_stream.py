@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.core.errors import InputError
 from meshwright.core.flat import Segment, rank_buckets
-from meshwright.core.offload import CUT_NUMEL, NUM_WORKING_BUFFERS, Stored, cut_groups, working_set_bytes
+from meshwright.core.offload import CUT_NUMEL, NUM_WORKING_BUFFERS, Stored, count_groups, cut_groups, working_set_bytes
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Offload, Strategy
 from meshwright.cost.offload import offload_forecast
@@ -130,6 +131,8 @@ def test_groups_are_cut_where_kernels_see_no_difference():
         groups = cut_groups(segments, edges[0], edges[-1], group_numel)
         assert [groups[0][0], groups[-1][1]] == [edges[0], edges[-1]]
         assert all(left[1] == right[0] for left, right in pairwise(groups))
+        counted = Counter(stop - start for start, stop in groups)
+        assert count_groups(segments, edges[0], edges[-1], group_numel) == counted
         assert all(0 < stop - start <= group_numel for start, stop in groups)
         for _, edge in groups[:-1]:
             assert all((edge - s.start) % CUT_NUMEL == 0 for s in segments if s.start < edge < s.stop)
@@ -156,7 +159,7 @@ def test_never_holds_more_than_the_promised_working_set(tiers, tier):
     kinds, bounds = states_kinds(tier, "fp32"), (0, 200_000)
     groups = cut_groups((), *bounds, 4096)
     state = StoredState("0", kinds, groups, tiers, DTYPES)
-    promised = working_set_bytes(kinds, groups)
+    promised = working_set_bytes(kinds, 4096)
     assert promised == NUM_WORKING_BUFFERS * 4096 * 12
     assert tiers[tier].held_bytes > 15 * promised
     made = []

@@ -13,9 +13,10 @@ Read by the runtime (`parallel.offload`) and by the forecasts (`cost.offload`). 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from meshwright.core.cluster import Tier
 from meshwright.core.errors import InputError
@@ -85,7 +86,6 @@ def stored_kinds(recipe: Recipe, optimizer: str, offload: Offload) -> tuple[Stor
     return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def cut_groups(
     segments: tuple[Segment, ...], start: int, stop: int, group_numel: int = GROUP_NUMEL
 ) -> tuple[Range, ...]:
@@ -99,14 +99,41 @@ def cut_groups(
 
     Raises InputError for groups smaller than CUT_NUMEL.
     """
+    sizes = (size for size, count in _runs(segments, start, stop, group_numel) for _ in range(count))
+    return tuple(pairwise(accumulate(sizes, initial=start)))
+
+
+@lru_cache(maxsize=4096)
+def count_groups(
+    segments: tuple[Segment, ...], start: int, stop: int, group_numel: int = GROUP_NUMEL
+) -> Mapping[int, int]:
+    """Elements of a group → how many groups of :func:`cut_groups` have them. Not to be changed."""
+    total: Counter[int] = Counter()
+    for size, count in _runs(segments, start, stop, group_numel):
+        total[size] += count
+    return total
+
+
+def _runs(segments: Sequence[Segment], start: int, stop: int, group_numel: int) -> Iterator[tuple[int, int]]:
+    """Groups alike that follow one another: (elements of each, how many)."""
     if group_numel < CUT_NUMEL:
         raise InputError(f"groups of {group_numel} elements: at least {CUT_NUMEL} are needed")
-    edges = [start]
-    while edges[-1] + group_numel < stop:
-        limit = edges[-1] + group_numel
-        inside = next((s for s in segments if s.start < limit < s.stop), None)
-        edges.append(limit if inside is None else limit - (limit - inside.start) % CUT_NUMEL)
-    return tuple(zip(edges, [*edges[1:], stop], strict=True)) if start < stop else ()
+    following, edge = iter(segments), start
+    segment = next(following, None)
+    while edge < stop:
+        limit = edge + group_numel
+        while segment is not None and segment.stop <= limit:
+            segment = next(following, None)
+        size, count = min(group_numel, stop - edge), 1
+        if segment is None or segment.start >= limit:
+            until = stop if segment is None else min(segment.start, stop)
+            count = max(count, (until - edge) // group_numel)
+        elif limit < stop:
+            size -= (limit - segment.start) % CUT_NUMEL
+            is_aligned = edge >= segment.start and (edge - segment.start) % CUT_NUMEL == 0
+            count = -(-(min(segment.stop, stop) - limit) // size) if is_aligned else 1
+        yield size, count
+        edge += size * count
 
 
 @dataclass(slots=True)
@@ -153,9 +180,9 @@ class TierTraffic:
         return sum(row.written_bytes for row in self.rows.values())
 
 
-def working_set_bytes(stored: Sequence[Stored], groups: Sequence[Range]) -> int:
-    """Memory of an update's working buffers: NUM_WORKING_BUFFERS times the largest group, of all kinds it streams."""
-    largest = max((stop - start for start, stop in groups), default=0)
+def working_set_bytes(stored: Sequence[Stored], largest: int) -> int:
+    """Memory of an update's working buffers: NUM_WORKING_BUFFERS times the `largest` group's elements, of all kinds it
+    streams."""
     return NUM_WORKING_BUFFERS * largest * sum(each.element_bytes for each in streamed(stored))
 
 
@@ -171,10 +198,14 @@ def streamed(stored: Sequence[Stored]) -> tuple[Stored, ...]:
     return tuple(each for each in stored if each.is_read or each.is_written)
 
 
-def tier_bytes(stored: Sequence[Stored], groups: Sequence[Range]) -> dict[Tier, int]:
-    """Tier → bytes that a rank takes there; on disk every group fills whole blocks."""
+def tier_bytes(stored: Sequence[Stored], num_of_size: Mapping[int, int]) -> dict[Tier, int]:
+    """Tier → bytes that a rank takes there; on disk every group fills whole blocks.
+
+    Args:
+        stored: what is kept away from the device.
+        num_of_size: elements of a group → how many groups have them.
+    """
     total: Counter[Tier] = Counter()
-    num_of_size = Counter(stop - start for start, stop in groups)
     for each in stored:
         block = BLOCK_BYTES if each.tier == "disk" else 1
         sizes = num_of_size.items()

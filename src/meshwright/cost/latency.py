@@ -217,7 +217,7 @@ def joined_costs(
     step_s = stack.step_s + (cluster.device.profile.host.step_s if cluster.device.profile else 0.0)
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
     if moved:
-        update_s = streamed_s(update_s, tiers.update_s, len(moved.groups))
+        update_s = streamed_s(update_s, tiers.update_s, moved.num_groups)
     forward, backward = (*compute.forward, *moves.forward), (*compute.backward, *moves.backward)
     beside_s = (
         m * per_rank * (total_s(compute.forward) + total_s(compute.backward)) if strategy.offload.delayed else 0.0

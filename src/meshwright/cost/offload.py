@@ -11,6 +11,7 @@ Sources: Ren et al. 2021 §4 (ZeRO-Offload), Rajbhandari et al. 2021 §4.2, §5.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from meshwright.core.flat import Bucket
 from meshwright.core.offload import (
     Stored,
     TierTraffic,
-    cut_groups,
+    count_groups,
     staging_bytes,
     stored_kinds,
     tier_bytes,
@@ -33,19 +34,16 @@ from meshwright.cost.traffic import num_gathers as gathers_of
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """A rank's part of a bucket: its groups, and what happens to it in a step."""
+    """A rank's part of a bucket, and what happens to it in a step."""
 
-    groups: tuple[Range, ...]
+    numel: int
+    num_groups: int
     num_gathers: int
     """How often its parameters are gathered."""
     num_reductions: int
     """How often its gradients are reduced."""
     num_sums: int
     """How often they are summed over further ranks at the end of the step: 1 or 0."""
-
-    @property
-    def numel(self) -> int:
-        return self.groups[-1][1] - self.groups[0][0] if self.groups else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +54,24 @@ class OffloadForecast:
     parts: tuple[BucketPart, ...]
     own: tuple[Range, ...]
     """Elements of each bucket that are the rank's."""
+    num_of_size: Mapping[int, int]
+    """Elements of a group → how many groups of all buckets have them."""
     delayed: bool = False
 
     @property
-    def groups(self) -> tuple[Range, ...]:
-        """Of all buckets, one after the other."""
-        return tuple(group for part in self.parts for group in part.groups)
+    def num_groups(self) -> int:
+        """Of all buckets."""
+        return sum(part.num_groups for part in self.parts)
 
     @property
     def working_set_bytes(self) -> int:
         """Memory of the update's buffers, and of the one in which gradients are added up."""
-        return working_set_bytes(self.stored, self.groups) + staging_bytes(self.stored, self.own)
+        return working_set_bytes(self.stored, max(self.num_of_size, default=0)) + staging_bytes(self.stored, self.own)
 
     @property
     def tier_bytes(self) -> dict[Tier, int]:
         """Tier → bytes kept there, on disk in whole blocks."""
-        return tier_bytes(self.stored, self.groups)
+        return tier_bytes(self.stored, self.num_of_size)
 
     def traffic(self, tier: Tier) -> TierTraffic:
         """What a tier counts in a step."""
@@ -80,8 +80,8 @@ class OffloadForecast:
             for part in self.parts:
                 num_bytes = part.numel * each.element_bytes
                 reads, writes = self._passes(each, part)
-                total.add_reads(each.kind, reads * num_bytes, reads * len(part.groups))
-                total.add_writes(each.kind, writes * num_bytes, writes * len(part.groups))
+                total.add_reads(each.kind, reads * num_bytes, reads * part.num_groups)
+                total.add_writes(each.kind, writes * num_bytes, writes * part.num_groups)
         return total
 
     def _passes(self, each: Stored, part: BucketPart) -> tuple[int, int]:
@@ -121,16 +121,24 @@ def offload_forecast(
     stored = stored_kinds(strategy.recipe, optimizer, strategy.offload)
     sized = group_numel or strategy.offload.group_numel
     own = tuple(_own(strategy, bucket, at or {DP: 0}) for bucket in buckets) if stored else ()
+    counted = [
+        count_groups(bucket.segments(start, stop), start, stop, sized)
+        for bucket, (start, stop) in zip(buckets, own, strict=bool(stored))
+    ]
+    num_of_size: Counter[int] = Counter()
+    for groups in counted:
+        num_of_size.update(groups)
     parts = tuple(
         BucketPart(
-            cut_groups(bucket.segments(start, stop), start, stop, sized),
+            stop - start,
+            sum(groups.values()),
             _gathers(strategy, bucket) if num_gathers is None else num_gathers,
             strategy.num_micro_batches if num_reductions is None else num_reductions,
             int(bool(bucket.sum_over or sharding(strategy, bucket.is_spread).replicate)),
         )
-        for bucket, (start, stop) in zip(buckets, own, strict=bool(stored))
+        for bucket, (start, stop), groups in zip(buckets, own, counted, strict=bool(stored))
     )
-    return OffloadForecast(stored, parts, own, strategy.offload.delayed)
+    return OffloadForecast(stored, parts, own, num_of_size, strategy.offload.delayed)
 
 
 def _own(strategy: Strategy, bucket: Bucket, at: Mapping[str, int]) -> Range:
