@@ -11,7 +11,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes
 from meshwright.planner.price import Pricer, price
 from meshwright.planner.rank import plan
-from meshwright.planner.reorder import faster_order
+from meshwright.planner.reorder import faster_order, in_order_of
 
 JOB = Job(seq_length=512, global_batch_size=32)
 
@@ -30,6 +30,20 @@ def test_a_plan_for_accelerators_takes_the_fastest_order(spec, cluster):
     assert taken.forecast.step_time.total_s < usual.forecast.step_time.total_s
     assert re.search(r"With 1f1b, .*? is [\d.]+% slower", taken.plan.why)
     assert "Fixing schedule" not in taken.plan.why
+    assert any(each is taken.forecast for each in taken.pareto), "no other is as fast: it is on the front"
+
+
+def test_alternatives_go_in_the_order_of_the_winner(spec, cluster):
+    """What recomputation costs is not what another schedule would."""
+    machines, fix = cluster(1, 4), {"pp": 4, "micro_batch_size": 4}
+    winner, pricer = plan(spec, machines, JOB, fix).plan, Pricer(spec, machines, JOB)
+    again = pricer.forecast(winner.strategy.model_copy(update={"schedule": "1f1b", "recompute": "full"}))
+    other = in_order_of(winner.strategy, again, pricer)
+    assert (other.strategy.schedule, other.strategy.recompute) == (winner.strategy.schedule, "full")
+    assert other.step_time.total_s < pricer.simulate(again).step_time.total_s
+    assert in_order_of(again.strategy, again, pricer) is again, "1f1b was searched"
+    words = re.search(r"With recomputation, (.*?) is", winner.why)
+    assert words and winner.strategy.schedule in words[1]
 
 
 def test_the_plan_names_the_fastest_order_with_its_price(spec, cluster):

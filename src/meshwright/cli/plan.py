@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from meshwright.planner.objective import Price
     from meshwright.planner.rank import PlanResult
 
-MAX_FRONT = 6
-"""Strategies of the front of time and memory that are printed."""
-
 
 def plan_command(
     context: typer.Context,
@@ -173,7 +170,7 @@ def _print_front(console: Console, result: PlanResult) -> None:
     if len(result.pareto) < 2:
         return
     console.print("Time against memory: no strategy is both faster and smaller than one of these", style="bold")
-    for forecast in result.pareto[:MAX_FRONT]:
+    for forecast in result.pareto:
         seconds, held = format_time(forecast.step_time.total_s), format_bytes(forecast.device_bytes)
         console.print(f"  {seconds:>9}  {held:>8}  {forecast.strategy.describe()}", soft_wrap=True, highlight=False)
     console.print()

@@ -17,7 +17,7 @@ from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
 from meshwright.planner.interval import interval_s, is_calibrated
 from meshwright.planner.price import Forecast, Pricer
-from meshwright.planner.reorder import faster_order
+from meshwright.planner.reorder import faster_order, in_order_of
 from meshwright.planner.search import Search
 
 
@@ -194,6 +194,8 @@ def _alternatives(winner: Forecast, search: Search) -> Iterator[str]:
 
         best = next(search.fastest(is_like), None)
         if best is not None:
+            other = in_order_of(winner.strategy, best, search.pricer, search.musts)
+            best = other if is_like(other.strategy) else best
             yield f"{_capital(alternative.name)}, {_against(winner, best, search.pricer)}."
             continue
         closest = next(search.smallest(is_like), None)

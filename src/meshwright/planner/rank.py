@@ -19,7 +19,7 @@ from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
 from meshwright.planner.must import Must
 from meshwright.planner.price import Forecast, is_long, num_cells
-from meshwright.planner.reorder import faster_order
+from meshwright.planner.reorder import faster_order, in_order_of
 from meshwright.planner.search import Search, searched
 from meshwright.planner.too_small import nothing_fits
 
@@ -99,7 +99,7 @@ def plan(
     ranked = replay_small(best, pricer.simulate, options)
     if is_reordered(cluster, wanted):
         ranked = replay_small(reordered(ranked, search, options), pricer.simulate, options)
-    front = tuple(islice(search.front(), options.num_front))
+    front = tuple(smaller_and_smaller([*islice(search.front(), options.num_front), *ranked])[: options.num_front])
     advice = tuple(advise(model, cluster, job))
     why = explain(ranked[0], search, advice, is_reordered=is_reordered(cluster, wanted))
     return PlanResult(
@@ -116,6 +116,15 @@ def plan(
 def in_order(forecasts: Iterable[Forecast]) -> list[Forecast]:
     """Fastest first; of equally fast ones the smaller."""
     return sorted(forecasts, key=_order)
+
+
+def smaller_and_smaller(forecasts: Iterable[Forecast]) -> list[Forecast]:
+    """Fastest first, those alone that need less memory than every faster one."""
+    found: list[Forecast] = []
+    for forecast in in_order(forecasts):
+        if not found or forecast.device_bytes < found[-1].device_bytes:
+            found.append(forecast)
+    return found
 
 
 def _order(forecast: Forecast) -> tuple[float, int]:
@@ -170,12 +179,15 @@ def is_reordered(cluster: ClusterSpec, fix: Mapping[str, Any]) -> bool:
 
 
 def reordered(ranked: Sequence[Forecast], search: Search, options: Options) -> list[Forecast]:
-    """The first few under the schedule that makes them fastest and fits; the fastest of these stands first."""
+    """The first few under the schedule that makes them fastest and fits, and the others under that of the fastest."""
     few, rest = ranked[: options.num_reordered], ranked[options.num_reordered :]
     found = [faster_order(forecast, search.pricer, options.must) for forecast in few]
     tried = [other.forecast if other else forecast for forecast, other in zip(few, found, strict=True)]
     first = min((f for f in tried if f.simulated or is_long(f.strategy)), key=_order)
-    return [first, *in_order([*(f for f in tried if f is not first), *rest])]
+    others = [in_order_of(first.strategy, f, search.pricer, options.must) for f in (*tried, *rest) if f is not first]
+    all_of_them = [first, *others]
+    fastest = min((f for f in all_of_them if f is first or f.simulated), key=_order)
+    return [fastest, *in_order(f for f in all_of_them if f is not fastest)]
 
 
 def replay_small(

@@ -13,7 +13,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.rules import violations
-from meshwright.core.schedule import schedules
+from meshwright.core.schedule import Schedule, schedules
 from meshwright.core.strategy import Strategy
 from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import chunk_choices
@@ -54,12 +54,32 @@ def faster_order(winner: Forecast, pricer: Pricer, musts: Sequence[Must] = ()) -
     return Reordered(best, gain, more_bytes) if gain >= LEAST_GAIN else None
 
 
+def in_order_of(winner: Strategy, other: Forecast, pricer: Pricer, musts: Sequence[Must] = ()) -> Forecast:
+    """`other` under the winner's schedule, if that was not searched, and makes it faster, and fits."""
+    if winner.pp == 1 or other.strategy.pp == 1 or _is_searched(winner.pipeline_schedule, pricer.cluster):
+        return other
+    ways = _under(winner.schedule, winner.num_chunks, other.strategy, pricer.model, pricer.cluster, pricer.job)
+    kept = (pricer.forecast(s) for s in ways if broken(musts, s) is None)
+    faster = [f for f in kept if f.fits and f.step_time.total_s < other.step_time.total_s]
+    return min((other, *map(pricer.simulate, faster)), key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+
+
+def _is_searched(schedule: Schedule, cluster: ClusterSpec) -> bool:
+    return schedule.is_offered or (schedule.fills_bubbles and cluster.backend != "gloo")
+
+
 def _others(winner: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Strategy]:
     for name, schedule in schedules().items():
-        is_searched = schedule.is_offered or (schedule.fills_bubbles and cluster.backend != "gloo")
-        if is_searched or schedule.is_asynchronous:
+        if _is_searched(schedule, cluster) or schedule.is_asynchronous:
             continue
         for chunks in chunk_choices(schedule, winner.pp, model.num_layers):
-            even = winner.model_copy(update={"schedule": name, "num_chunks": chunks, "layers_per_stage": None})
-            if num_cells(even) <= MAX_CELLS and not violations(even, model, cluster, job):
-                yield from (even, *balanced([even], model, job))
+            yield from _under(name, chunks, winner, model, cluster, job)
+
+
+def _under(
+    schedule: str, chunks: int, strategy: Strategy, model: ModelSpec, cluster: ClusterSpec, job: Job
+) -> Iterator[Strategy]:
+    """The same degrees under another schedule, cut evenly and by what layers take, where that is legal."""
+    even = strategy.model_copy(update={"schedule": schedule, "num_chunks": chunks, "layers_per_stage": None})
+    if num_cells(even) <= MAX_CELLS and not violations(even, model, cluster, job):
+        yield from (even, *balanced([even], model, job))

@@ -82,7 +82,7 @@ class Search:
     ) -> None:
         self._choices = choices
         self.pricer = pricer
-        self._musts = musts
+        self.musts = musts
         self._ends = ends
         self._bounds = Bounds(choices.model, choices.cluster, choices.job, pricer.parts, is_cut=ends is not None)
         self.priced: list[Forecast] = []
@@ -201,7 +201,7 @@ class Search:
 
     def _ordered(self, node: _Node) -> Iterator[_Node]:
         for strategy in self._choices.orders(node.strategy):
-            if broken(self._musts, strategy) is None:
+            if broken(self.musts, strategy) is None:
                 for cut in self._cuts(strategy):
                     yield _Node(cut, ORDERED, self._bounds.ordered(cut, node.bound))
 
