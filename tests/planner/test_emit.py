@@ -15,6 +15,7 @@ from meshwright.cli.emit import targets
 from meshwright.cli.main import main
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
+from meshwright.core.layouts import Expert
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
@@ -98,6 +99,21 @@ def test_every_field_of_strategy_and_job_is_tried() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_is_left_out_in_silence(target: str) -> None:
     assert not [field for field in (*OTHERS, *OTHERS_OF_JOB) if silent(lambda plan: emitted(target, plan), field)]
+
+
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed", "nemo", "torchtitan"])
+def test_an_expert_s_width_is_not_left_out_in_silence(target: str) -> None:
+    """Nor is a degree of 1 advised to be set."""
+    degree, width, both, same = (
+        next(note for note in emitted(target, unchecked(expert=Expert(**parts))).notes if note.startswith("expert="))
+        for parts in ({"degree": 2}, {"tensor": 1}, {"degree": 2, "tensor": 1}, {"tensor": 2})
+    )
+    advice = degree.removeprefix("expert=degree:2: ")
+    said = "not expressed: the width of an expert over 1 rank, where tp=2"
+    assert "not expressed" not in degree
+    assert width == f"expert=tensor:1: {said}"
+    assert both == f"expert=degree:2,tensor:1: {advice}; {said}"
+    assert same == "expert=tensor:2: as tp=2 says already"
 
 
 def test_silence_would_be_seen() -> None:

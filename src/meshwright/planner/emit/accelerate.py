@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
-from meshwright.planner.emit.common import Emitted, left_out
+from meshwright.planner.emit.common import Emitted, left_out, why_experts
 
 TOOL = "Accelerate"
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -41,11 +41,15 @@ def emit(plan: Plan) -> Emitted:
         said |= _fsdp_said(s)
     else:
         config["distributed_type"] = "MULTI_CPU" if config["use_cpu"] else "MULTI_GPU"
-    return Emitted({"accelerate.yaml": _yaml(config)}, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
+    return Emitted(
+        {"accelerate.yaml": _yaml(config)},
+        (*left_out(plan, TOOL, said, WHY | why_experts(plan, EXPERTS)), *_notes(plan)),
+    )
 
 
+EXPERTS = "it is not a part of its file"
+"""What to know of ranks that share experts."""
 WHY = {
-    "expert": "it is not a part of its file",
     **dict.fromkeys(
         ("dropout", "attention_dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.plan import Plan
+from meshwright.core.units import counted
 from meshwright.core.values import Value
 
 Flags = dict[str, str | int | None]
@@ -51,6 +52,19 @@ def left_out(plan: Plan, tool: str, said: Collection[str], why: Mapping[str, str
             if chosen != field.get_default(call_default_factory=True):
                 reason = {**OF_FORECASTS, **(why or {})}.get(name, f"{tool} has no such choice")
                 yield f"{name}={written(chosen)}: {reason}"
+
+
+def why_experts(plan: Plan, degree: str) -> dict[str, str]:
+    """`why` of :func:`left_out` on `expert`, for a tool whose files say nothing of it.
+
+    Args:
+        degree: how the ranks that share the experts are set in the tool.
+    """
+    s = plan.strategy
+    reasons = [degree] if s.ep > 1 else []
+    if s.et != s.tp:
+        reasons.append(f"not expressed: the width of an expert over {counted(s.et, 'rank')}, where tp={s.tp}")
+    return {"expert": "; ".join(reasons) or f"as tp={s.tp} says already"}
 
 
 def written(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
-from meshwright.planner.emit.common import Emitted, left_out, script
+from meshwright.planner.emit.common import Emitted, left_out, script, why_experts
 
 TOOL = "DeepSpeed"
 GRADIENTS = {"bf16": "fp32", "bf16-16": "bf16", "fp16": "fp32", "fp16-16": "fp16"}
@@ -48,11 +48,12 @@ def emit(plan: Plan) -> Emitted:
             "  train.py --deepspeed --deepspeed_config ds_config.json\n"
         ),
     }
-    return Emitted(files, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
+    return Emitted(files, (*left_out(plan, TOOL, said, WHY | why_experts(plan, EXPERTS)), *_notes(plan)))
 
 
+EXPERTS = "DeepSpeed's MoE layer takes it as ep_size in the script"
+"""What to know of ranks that share experts."""
 WHY = {
-    "expert": "DeepSpeed's MoE layer takes it as ep_size in the script",
     **dict.fromkeys(
         ("dropout", "attention_dropout", "label_smoothing", "label_smoothing_rule", "z_loss"), "it is the script's"
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.core.plan import Plan
-from meshwright.planner.emit.common import Emitted, left_out
+from meshwright.planner.emit.common import Emitted, left_out, why_experts
 
 TOOL = "NeMo"
 PRECISIONS = {"fp32": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -57,11 +57,14 @@ def emit(plan: Plan) -> Emitted:
             },
         ),
     )
-    return Emitted({"nemo_plan.py": text}, (*left_out(plan, TOOL, said, WHY), *_notes(plan)))
+    return Emitted(
+        {"nemo_plan.py": text}, (*left_out(plan, TOOL, said, WHY | why_experts(plan, EXPERTS)), *_notes(plan))
+    )
 
 
+EXPERTS = "set expert_model_parallel_size on the strategy"
+"""What to know of ranks that share experts."""
 WHY = {
-    "expert": "set expert_model_parallel_size on the strategy",
     "dropout": "set `hidden_dropout` on the model's config",
     "attention_dropout": "set `attention_dropout` on the model's config",
     "zero": "NeMo's Megatron strategy divides the optimizer's states; its FSDP strategies are other classes",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
-from meshwright.planner.emit.common import Emitted, Flags, command_line, left_out, script, torchrun_words
+from meshwright.planner.emit.common import Emitted, Flags, command_line, left_out, script, torchrun_words, why_experts
 
 TOOL = "torchtitan"
 SCHEDULES = {
@@ -59,12 +59,14 @@ def emit(plan: Plan) -> Emitted:
         said |= set() if s.offload.moves_activations else {"offload"}
     words = [*torchrun_words(plan), "-m torchtitan.train"]
     return Emitted(
-        {"torchtitan.sh": script(command_line(words, flags))}, (*left_out(plan, TOOL, said, WHY), *_notes(plan))
+        {"torchtitan.sh": script(command_line(words, flags))},
+        (*left_out(plan, TOOL, said, WHY | why_experts(plan, EXPERTS)), *_notes(plan)),
     )
 
 
+EXPERTS = "set --parallelism.expert_parallel_degree, where the model has experts"
+"""What to know of ranks that share experts."""
 WHY = {
-    "expert": "set --parallelism.expert_parallel_degree, where the model has experts",
     "layers_per_stage": "stages of different length are named module by module in torchtitan's model parts",
     "schedule": f"torchtitan runs {', '.join(SCHEDULES.values())}, or a table of its own form",
     "recompute_layers": "torchtitan recomputes all layers, or every so many",
