@@ -309,6 +309,7 @@ def test_refused_in_one_line(case: str) -> None:
         ("llama-3-8b", {"qk_norm": True}, "qk_norm"),
         ("gpt2", {"num_kv_heads": 4}, "num_kv_heads"),
         ("mistral-7b", {"mlp_bias": True}, "mlp_bias"),
+        ("mixtral-8x7b", {"router": None}, r"router\.renormalise = 'none' \(it would be read as 'before_drop'\)"),
     ],
 )
 def test_what_a_configuration_cannot_say_is_refused(name: str, change: dict[str, Any], field: str) -> None:

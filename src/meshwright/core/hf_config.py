@@ -10,7 +10,7 @@ a model must be spelt out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.core.errors import InputError, UnsupportedError
@@ -68,8 +68,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     architecture = ARCHITECTURES[spec.family]
     data = {"architectures": [architecture.hf_class], "model_type": spec.family, **architecture.write(spec)}
     again = from_hf_config(data, spec.name)
-    for field in type(spec).model_fields:
-        want, got = _said(getattr(spec, field)), _said(getattr(again, field))
+    for field, want, got in _fields(spec, again):
         if want != got:
             raise UnsupportedError(
                 f"{spec.name}: a Hugging Face `{spec.family}` configuration cannot say {field} = {want!r} "
@@ -78,9 +77,15 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     return data
 
 
-def _said(value: Any) -> Any:
-    """A field as far as a configuration must say it: of a router, not what it does in training only."""
-    return value.in_use if isinstance(value, RouterSpec) else value
+def _fields(spec: ModelSpec, again: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, value read again) of what a configuration must say: of a router each field, but for those of
+    training only."""
+    for field in type(spec).model_fields:
+        if field != "router":
+            yield field, getattr(spec, field), getattr(again, field)
+    want, got = spec.gate.in_use, again.gate.in_use
+    for field in RouterSpec.model_fields:
+        yield f"router.{field}", getattr(want, field), getattr(got, field)
 
 
 def _refuse_other_heads(c: Reader) -> None:
