@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.models.generate import generate
 from meshwright.models.hf import export
-from meshwright.run.generate import GridDecoder, divided
+from meshwright.run.generate import GridDecoder, check_prompt, divided
 from meshwright.run.served import open_model
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams
+from meshwright.train.tokenizer import TOKENIZER_FILE
 from tests.models.tiny import SPECS, random_model, random_tokens
 from tests.parallel.layouts import make_plan
 
@@ -50,6 +55,19 @@ def test_tokens_on_a_grid_are_those_of_one_process(ranks: Callable[..., Any], tm
     assert expected[0] != expected[1]
     for found in ranks(answers, plan.strategy.world_size, tmp_path, plan.to_toml()):
         assert found == expected
+
+
+def test_a_prompt_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    model = random_model(SPECS[NAME])
+    export(tmp_path, model.spec, model.named_parameters())
+    letters = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    letters.pre_tokenizer = WhitespaceSplit()
+    letters.save(str(tmp_path / TOKENIZER_FILE))
+    plan, most = divided(make_plan(model.spec, **KINDS["2d"])), model.spec.max_positions
+    assert check_prompt(tmp_path, "a " * (most - 1), GREEDY, plan)[1] == [0] * (most - 1)
+    for prompt, words in (("a " * most, f"the prompt has {most} tokens, but the model's context"), ("", "is empty")):
+        with pytest.raises(InputError, match=words):
+            check_prompt(tmp_path, prompt, GREEDY, plan)
 
 
 def test_of_a_plan_only_what_divides_the_model_counts() -> None:

@@ -26,7 +26,7 @@ def generate_command(
     """Continue a prompt with a run's newest checkpoint, on one process or on the tp and pp ranks of a plan."""
     from meshwright.core.plan import Plan
     from meshwright.run.environment import detect
-    from meshwright.run.generate import continue_text, divided, open_divided
+    from meshwright.run.generate import check_prompt, continue_text, divided
     from meshwright.run.launch import enter_ranks
     from meshwright.serve.request import SamplingParams
 
@@ -36,7 +36,11 @@ def generate_command(
     asked = divided(Plan.load(plan)) if plan else None
     num_ranks = asked.strategy.world_size if asked else 1
     has_ranks = num_ranks > 1 or (asked is not None and detect(os.environ) is not None)
-    world = enter_ranks(sys.argv[1:], num_ranks, before=lambda: open_divided(run, asked)) if has_ranks else None
+
+    def before() -> None:
+        check_prompt(run, prompt, params, asked)
+
+    world = enter_ranks(sys.argv[1:], num_ranks, before=before) if has_ranks else None
     if has_ranks and world is None:
         return
     text = continue_text(run, prompt, params, asked)

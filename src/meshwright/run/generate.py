@@ -42,21 +42,28 @@ def continue_text(path: Path, prompt: str, params: SamplingParams, plan: Plan | 
         InputError: a prompt that is empty, no text or too long, a plan of another model, or nothing to serve.
         CheckpointError: no checkpoint there, or a damaged one.
     """
-    if not prompt:
-        raise InputError("the prompt is empty; give --prompt some text")
-    served = open_divided(path, plan)
+    served, ids = check_prompt(path, prompt, params, plan)
     if plan is None or plan.strategy.tensor.kind == "1d":
         answers = _engine(served, prompt, params, plan).generate([prompt], params)
         answer = answers[0][0] if answers else Answer(())
     else:
-        ids = encode(served.tokenizer, prompt, not served.is_run)
-        check_request(ids, params, served.spec.vocab_size, context_of(served.spec), "the model's context")
         answer = GridDecoder(served, plan).answer(ids, params)
         assert served.tokenizer is not None
         answer.text = served.tokenizer.decode(answer.tokens, skip_special_tokens=True)
     if answer.finish == "error":
         raise InputError("the model's output is not finite: its weights are spoilt; take an earlier checkpoint")
     return prompt + answer.text
+
+
+def check_prompt(path: Path, prompt: str, params: SamplingParams, plan: Plan | None) -> tuple[Served, list[int]]:
+    """What is asked, and the prompt's tokens, before anything is computed. As :func:`continue_text`, raises InputError
+    where it cannot be answered."""
+    if not prompt:
+        raise InputError("the prompt is empty; give --prompt some text")
+    served = open_divided(path, plan)
+    ids = encode(served.tokenizer, prompt, not served.is_run)
+    check_request(ids, params, served.spec.vocab_size, context_of(served.spec), "the model's context")
+    return served, ids
 
 
 def divided(plan: Plan) -> Plan:
