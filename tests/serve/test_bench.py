@@ -18,7 +18,7 @@ from meshwright.cli.bench_serve import OPTIONS
 from meshwright.cli.main import main
 from meshwright.cli.serving import options_named
 from meshwright.core.errors import InputError
-from meshwright.core.serving import Requests, is_serving
+from meshwright.core.serving import Requests, ServingPlan, is_serving
 from meshwright.core.sources import load_cluster
 from meshwright.planner.serving import plan_serving, under_load
 from meshwright.report.serving import load_lines
@@ -220,6 +220,9 @@ def test_a_refusal_names_the_option_that_was_typed(tmp_path):
         open_model(tmp_path / "none")
     with pytest.raises(InputError, match="an empty file, and no plan"):
         is_serving(tmp_path / "file")
+    (tmp_path / "file").write_text("[job]\n")
+    with pytest.raises(InputError, match="a plan of a training, not for serving"):
+        ServingPlan.load(tmp_path / "file")
 
 
 def test_a_plan_says_what_to_ask_and_its_forecast_stands_beside(served: Running, tmp_path, capsys):

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
@@ -48,6 +49,23 @@ def expert_degree(s: Strategy, model: ModelSpec, job: Job) -> str | None:
         if is_set:
             return f"{own} with {name}"
     return None
+
+
+def check_imbalance(model: ModelSpec, job: Job) -> None:
+    """Raises RuleError where experts cannot be so unevenly loaded: a token goes to an expert once at most, so that the
+    fullest rank gets num_experts / experts_per_token times the mean at most (a hundredth more passes, for rounding)."""
+    if job.imbalance == 1:
+        return
+    said = f"imbalance={job.imbalance:g}"
+    if not model.num_experts:
+        raise RuleError(f"{said}: `{model.name}` has no experts, whose loads it is about; leave it out", "imbalance")
+    most = model.num_experts / model.experts_per_token
+    if job.imbalance > most + 0.01:
+        raise RuleError(
+            f"{said} is more than num_experts / experts_per_token = {model.num_experts}/{model.experts_per_token} = "
+            f"{most:g} of `{model.name}`: a token goes to an expert once; nearest: {int(most * 100) / 100:g}",
+            "imbalance",
+        )
 
 
 def _width(s: Strategy, job: Job) -> str | None:

@@ -9,12 +9,13 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
+from meshwright.core.expert_rules import check_imbalance
 from meshwright.core.job import Job
 from meshwright.core.legal import check
 from meshwright.core.model import ModelSpec
 from meshwright.core.schedule import FILE_SUFFIX
 from meshwright.core.strategy import Strategy
-from meshwright.core.values import Value, parse_toml, read_text, write_text
+from meshwright.core.values import Value, read_plan, write_text
 
 
 class Plan(Value):
@@ -39,6 +40,7 @@ class Plan(Value):
 
     @model_validator(mode="after")
     def _legal(self) -> Plan:
+        check_imbalance(self.model, self.job)
         check(self.strategy, self.model, self.cluster, self.job)
         return self
 
@@ -59,7 +61,7 @@ class Plan(Value):
 
         Raises InputError or RuleError.
         """
-        data = parse_toml(read_text(path), str(path))
+        data = read_plan(path)
         if "requests" in data and "job" not in data:
             raise InputError(
                 f"{path}: a plan for serving, which `serve --plan`, `show`, `what-if` and `emit --to vllm` take; plan "

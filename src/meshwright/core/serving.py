@@ -18,7 +18,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.rules import Violation, violations
 from meshwright.core.strategy import Precision, Strategy
 from meshwright.core.units import counted
-from meshwright.core.values import MAX_SIZE, Value, parse_toml, read_text, write_text
+from meshwright.core.values import MAX_SIZE, Value, read_plan, write_text
 
 MAX_RATE_PER_S = 1e9
 """Of requests; more are a slip of a finger."""
@@ -125,16 +125,16 @@ class ServingPlan(Value):
 
     @classmethod
     def load(cls, path: Path | str) -> ServingPlan:
-        """Read a plan file. Raises InputError or RuleError."""
-        return cls.parse(parse_toml(read_text(path), str(path)), str(path))
+        """Read a plan file. Raises InputError, also where it is one of a training, or RuleError."""
+        data = read_plan(path)
+        if "job" in data and "requests" not in data:
+            raise InputError(f"{path}: a plan of a training, not for serving; write one with `meshwright plan --serve`")
+        return cls.parse(data, str(path))
 
 
 def is_serving(path: Path | str) -> bool:
     """Whether a plan file is one for serving. Raises InputError where it cannot be read, or is empty."""
-    data = parse_toml(read_text(path), str(path))
-    if not data:
-        raise InputError(f"{path}: an empty file, and no plan; write one with `meshwright plan ... -o plan.toml`")
-    return "requests" in data
+    return "requests" in read_plan(path)
 
 
 def check_length(model: ModelSpec, requests: Requests) -> None:

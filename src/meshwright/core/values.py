@@ -123,6 +123,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"
 
 
+def read_plan(path: Path | str) -> dict[str, Any]:
+    """The content of a plan file of any kind. Raises InputError where it cannot be read, or is empty."""
+    data = parse_toml(read_text(path), str(path))
+    if not data:
+        raise InputError(f"{path}: an empty file, and no plan; write one with `meshwright plan ... -o plan.toml`")
+    return data
+
+
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """TOML text to plain data. Raises InputError."""
     try:
