@@ -85,7 +85,14 @@ def test_an_empty_word_is_no_path(arguments: list[str], option: str, capsys: pyt
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nonsense"], "No such command 'nonsense'"), (["--nonsense"], "No such option: --nonsense")],
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["--nonsense"], "No such option: --nonsense"),
+        (
+            ["plan", "demo", "local:1", "--imbalance", "inf"],
+            "Invalid value for '--imbalance': Input should be a finite",
+        ),
+    ],
 )
 def test_usage_errors_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2

@@ -10,6 +10,7 @@ from meshwright.core.job import Job
 from meshwright.core.layouts import Expert
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
+from meshwright.cost.activations import imbalance_of
 from meshwright.cost.latency import mean_terms
 from meshwright.planner.price import Pricer
 from meshwright.planner.rank import plan
@@ -140,6 +141,10 @@ def test_an_imbalance_costs_time_and_memory_and_is_said(model, cluster):
     sent = [each.traffic.rows["all_to_all", "ep", "backward"] for each in (uneven.forecast, same)]
     assert sent[0].calls == sent[1].calls
     assert sent[0].payload_bytes == 1.5 * sent[1].payload_bytes
+    strategy = uneven.forecast.strategy
+    for ep, most in ((1, 1), (2, 2), (4, 4), (8, 4)):
+        shared = strategy.model_copy(update={"expert": Expert(degree=ep)})
+        assert imbalance_of(uneven.plan.job.model_copy(update={"imbalance": 9.0}), shared, spec) == most
     alone = plan(spec, cluster(), uneven.plan.job, {**fix, "expert": Expert()})
     assert "costs nothing" in alone.plan.why
     assert alone.forecast.memory == pricer.forecast(alone.forecast.strategy).memory

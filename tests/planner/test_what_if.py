@@ -86,6 +86,11 @@ def test_both_are_priced_as_plans_are(plan: Plan) -> None:
         (["optimizer=lion"], InputError, "optimizer"),
         (["expert=4"], InputError, "--set `expert`: 4 names no part of it; write PART:VALUE"),
         (["context=degree:2,kin:ring"], InputError, "kin:ring names no part of it"),
+        (["context=degree:2,degree:4"], InputError, "`degree` is already fixed to 2"),
+        (["expert=degree:2", "expert=tensor:1"], InputError, "at once: --set expert=degree:2,tensor:1"),
+        (["expert=degree:2", "expert=degree:4"], InputError, "already fixed to degree:2$"),
+        (["expert={degree=2,tensor=1}"], InputError, "expert=degree:VALUE,tensor:VALUE"),
+        (["imbalance=2"], RuleError, "imbalance=2: .* has no experts"),
     ],
 )
 def test_what_is_refused(plan: Plan, changes: list[str], error: type[Exception], words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,8 @@ def plan_command(
     from meshwright.planner.must import limited
 
     serving.refuse_others(context, serve)
+    if not isfinite(imbalance):
+        raise typer.BadParameter("Input should be a finite number", param_hint="'--imbalance'")
     if out:
         make_ready(out)
     machines = load_cluster(cluster) if memory_limit is None else limited(load_cluster(cluster), memory_limit)

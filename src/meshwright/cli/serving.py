@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OF_TRAINING = (
     "seq", "batch", "optimizer", "zero", "schedule", "recompute", "balance_from", "objective", "tokens", "price",
-    "must",
+    "must", "imbalance",
 )  # fmt: skip
 """Options of `plan` that say nothing about a server."""
 OF_SERVING = ("prompt", "output", "rate", "max_ttft", "max_tpot")

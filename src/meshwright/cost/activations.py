@@ -193,9 +193,12 @@ def expert_rows(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
     return min(tokens * choices_per_token(spec), _room(spec, strategy, b, s))
 
 
-def imbalance_of(job: Job, strategy: Strategy) -> float:
-    """Rows of the fullest rank over their mean: none where every rank has all experts."""
-    return job.imbalance if strategy.ep > 1 else 1.0
+def imbalance_of(job: Job, strategy: Strategy, spec: ModelSpec) -> float:
+    """Rows of the fullest rank over their mean: 1 where every rank has all experts, and no more than where one rank
+    gets all rows, or all tokens choose each of its experts."""
+    if strategy.ep == 1 or not spec.num_experts:
+        return 1.0
+    return min(job.imbalance, float(strategy.ep), spec.num_experts / choices_per_token(spec))
 
 
 def fullest_rows(spec: ModelSpec, strategy: Strategy, b: int, s: int, imbalance: float) -> int:

@@ -114,7 +114,7 @@ def add_exchange_traffic(total: Traffic, model: ModelSpec, job: Job, strategy: S
     layers, again = _num_calls(model, strategy, stage)
     if strategy.ep == 1 or not layers:
         return
-    imbalance = imbalance_of(job, strategy)
+    imbalance = imbalance_of(job, strategy, model)
     rows = fullest_rows(model, strategy, strategy.micro_batch_size, job.seq_length, imbalance)
     payload_bytes = exchange_bytes(rows, model.hidden_size, strategy.recipe.parameter_bytes)
     for phase, times, has_counts in (("forward", layers, 1), ("recompute", again, 1), ("backward", layers, 0)):

@@ -211,7 +211,7 @@ def stage_flops(spec: ModelSpec, job: Job, strategy: Strategy, stage: int, *, ca
     _, is_last = strategy.stage_ends(stage)
     head = total_flops(head_forward_terms(spec, tp=grid.side)) if is_last else 0
     experts = total_flops(term for term in terms if term.name == EXPERTS)
-    work = total_flops(terms) - even + scores + round(experts * (imbalance_of(job, strategy) - 1))
+    work = total_flops(terms) - even + scores + round(experts * (imbalance_of(job, strategy, spec) - 1))
     return StageFlops(layers=tokens * work, head=tokens * head, scores=tokens * scores)
 
 

@@ -216,7 +216,7 @@ def layer_kernels(
     drops_scores = stack.dropout or job.attention_dropout > 0
     is_fused = stack.fused_attention and not job.attention_dropout  # whose probabilities are nowhere to be dropped
     fusion = _Fusion(is_fused, stack.attention_share, stack.dropout, drops_scores, stack.rows_once)
-    cuts = strategy.tp, strategy.et, imbalance_of(job, strategy)
+    cuts = strategy.tp, strategy.et, imbalance_of(job, strategy, spec)
     return _kernels(spec, _shape(spec, job, strategy), cuts, rates, fusion, spec.is_sparse(layer))
 
 

@@ -174,7 +174,7 @@ def moved_traffic(model: ModelSpec, job: Job, strategy: Strategy, rank: int) -> 
 
 
 def _part(model: ModelSpec, job: Job, strategy: Strategy) -> _Parts:
-    s, imbalance = strategy, imbalance_of(job, strategy)
+    s, imbalance = strategy, imbalance_of(job, strategy, model)
     expert = Expert(degree=s.ep if imbalance > 1 else 1, tensor=s.et)
     kinds = expert, imbalance, s.tensor, s.context, s.precision, s.sequence, s.keeps_operands
     return _one_micro_batch(model, strategy.tp, *kinds, strategy.micro_batch_size, job.seq_length, _loss_numbers(job))

@@ -11,6 +11,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted, format_bytes, format_time
+from meshwright.cost.activations import imbalance_of
 from meshwright.cost.flops import mfu
 from meshwright.cost.latency import mean_terms
 from meshwright.cost.terms import TimeTerm
@@ -143,6 +144,7 @@ def _imbalance(winner: Forecast, pricer: Pricer) -> str:
         return ""
     if strategy.ep == 1:
         return "Every rank has all experts, so that the imbalance of their loads costs nothing."
+    imbalance = imbalance_of(pricer.job, strategy, pricer.model)
     job = pricer.job.model_copy(update={"imbalance": 1.0})
     even = Pricer(pricer.model, pricer.cluster, job, pricer.stack).forecast(strategy)
     more_bytes = winner.memory.total_bytes - even.memory.total_bytes

@@ -48,9 +48,17 @@ def named_values(texts: Iterable[str], fields: Sequence[str], option: str, examp
                 f"{option} {text}: write FIELD=VALUE, for example {option} {example}; fields: {', '.join(fields)}"
             )
         if name in found:
-            raise InputError(f"{option} {text}: `{name}` is already fixed to {found[name]}")
+            both = _joined(found[name], value)
+            both = f"; name all parts at once: {option} {name}={both}" if both else ""
+            raise InputError(f"{option} {text}: `{name}` is already fixed to {found[name]}{both}")
         found[name] = value
         yield name, value
+
+
+def _joined(first: str, second: str) -> str:
+    """Parts of a field that were named one by one, as they are named at once; empty where one was named twice."""
+    named = [part.partition(":")[0].strip() for part in (*first.split(","), *second.split(","))]
+    return f"{first},{second}" if ":" in first and ":" in second and len(set(named)) == len(named) else ""
 
 
 def _check_chunks(fix: Mapping[str, Any]) -> None:
@@ -75,17 +83,27 @@ def _parsed(name: str, text: str) -> Any:
 
 def _parts(name: str, text: str) -> dict[str, str]:
     """Part → text of its value. Raises InputError where a part is not one of the field's."""
-    parts = tuple(type(getattr(Strategy(), name)).model_fields)
-    found = {}
+    parts = _part_names(name)
+    found: dict[str, str] = {}
     for named in text.split(","):
         part, _, value = (word.strip() for word in named.partition(":"))
         if part not in parts or not value:
-            raise InputError(
-                f"fix `{name}`: {named} names no part of it; write PART:VALUE, for example --fix {name}={parts[0]}:"
-                f"VALUE; parts: {', '.join(parts)}"
-            )
+            raise InputError(f"fix `{name}`: {named} names no part of it; write PART:VALUE; {_example(name)}")
+        if part in found:
+            raise InputError(f"fix `{name}`: `{part}` is already fixed to {found[part]}, and {value} comes too")
         found[part] = value
     return found
+
+
+def _part_names(name: str) -> tuple[str, ...]:
+    return tuple(type(getattr(Strategy(), name)).model_fields)
+
+
+def _example(name: str) -> str:
+    """How several parts are fixed at once, and which there are."""
+    parts = _part_names(name)
+    several = ",".join(f"{part}:VALUE" for part in parts[:2])
+    return f"several at once are --fix {name}={several}; parts: {', '.join(parts)}"
 
 
 def check_fix(fix: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +131,9 @@ def known(name: str, fields: Sequence[str]) -> str:
 
 
 def _field_value(name: str, value: Any) -> Any:
+    field, dot, part = name.partition(".")
+    if dot and field in NESTED:
+        raise InputError(f"fix `{name}`: write parts behind colons, --fix {field}={part}:VALUE; {_example(field)}")
     if name not in Strategy.model_fields:
         raise InputError(f"fix `{name}`: not a field of a strategy; {known(name, FIELDS)}")
     if name == "ranks_per_node" and value is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError, RuleError
+from meshwright.core.expert_rules import check_imbalance
 from meshwright.core.job import Job
 from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
@@ -70,8 +71,10 @@ def best(wanted: Wanted, objective: str, price: Price | None = None) -> Best:
 
     Raises:
         InputError: no such objective, or `cheapest` without tokens and a price.
-        RuleError: as :func:`meshwright.planner.rank.plan`, where nothing legal fits.
+        RuleError: as :func:`meshwright.planner.rank.plan`, where nothing legal fits; or an imbalance that experts
+            cannot have.
     """
+    check_imbalance(wanted.model, wanted.job)
     match objective:
         case "fastest":
             return Best(_planned(wanted), "")
