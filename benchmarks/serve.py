@@ -139,9 +139,14 @@ class Contender:
             self.outside.setdefault(load, []).append(found["outside"])
 
     def stop(self) -> None:
+        """An engine whose threads outlive its input is ended: what it had to say has been read."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def row(self, loads: list[int]) -> str:
         cells = [self.name, f"{self.ready_s:.1f}", f"{self.peak_mib:,.0f}"]
