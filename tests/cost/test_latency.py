@@ -18,19 +18,12 @@ from meshwright.core.program import COMPUTE_KINDS, Action
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import MESSAGES, flops_per_s
 from meshwright.cost.flops import hardware_flops, stage_flops
-from meshwright.cost.latency import (
-    StageCosts,
-    StepCosts,
-    TimeTerm,
-    boundaries_s,
-    optimizer_s,
-    rank_ends_s,
-    stage_costs,
-    step_terms,
-    step_time,
-)
+from meshwright.cost.latency import optimizer_s, stage_costs
 from meshwright.cost.network import boundary_link, flat_s, route
 from meshwright.cost.params import local_parameters
+from meshwright.cost.sending import boundaries_s
+from meshwright.cost.step import StageCosts, StepCosts, rank_ends_s, step_terms, step_time
+from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
 from meshwright.schedule.build import program
 from meshwright.schedule.closed_form import bubble_fraction, makespan_s

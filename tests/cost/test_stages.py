@@ -13,8 +13,9 @@ from meshwright.core.program import COMPUTE_KINDS, SEND_KINDS, Kind
 from meshwright.core.schedule import schedules
 from meshwright.core.strategy import Strategy
 from meshwright.cost.in_flight import instants
-from meshwright.cost.latency import StageCosts, StepCosts, boundaries_s, has_bound, rank_ends_s, step_time
 from meshwright.cost.memory import activations_bytes
+from meshwright.cost.sending import boundaries_s
+from meshwright.cost.step import StageCosts, StepCosts, has_bound, rank_ends_s, step_time
 from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import hidden_bytes, traffic
 from meshwright.schedule.build import build_program

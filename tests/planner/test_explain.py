@@ -11,7 +11,7 @@ from meshwright.core.layouts import Expert
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
 from meshwright.cost.activations import imbalance_of
-from meshwright.cost.latency import mean_terms
+from meshwright.cost.step import mean_terms
 from meshwright.planner.price import Pricer
 from meshwright.planner.rank import plan
 

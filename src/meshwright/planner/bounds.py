@@ -22,8 +22,9 @@ from meshwright.core.placement import Box, Placement, placements
 from meshwright.core.schedule import folded, looped
 from meshwright.core.strategy import Offload, Strategy
 from meshwright.cost.in_flight import is_declared
-from meshwright.cost.latency import optimizer_s, seconds_by_phase
+from meshwright.cost.latency import optimizer_s
 from meshwright.cost.memory import LeastKept, constant_memory, least_kept_bytes
+from meshwright.cost.sending import seconds_by_phase
 from meshwright.cost.terms import TimeTerm, total_s
 from meshwright.cost.traffic import step_traffic
 from meshwright.planner.cuts import Cut, Layers, Pair, Rank, dot, least

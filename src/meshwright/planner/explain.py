@@ -13,7 +13,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.activations import imbalance_of
 from meshwright.cost.flops import mfu
-from meshwright.cost.latency import mean_terms
+from meshwright.cost.step import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
 from meshwright.planner.interval import interval_s, is_calibrated

@@ -26,19 +26,12 @@ from meshwright.core.profile import OWN, Stack
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Compute, stage_compute
 from meshwright.cost.in_flight import Instant, fullest_ranks, instants
-from meshwright.cost.latency import (
-    RankStates,
-    Sent,
-    StageCosts,
-    StepCosts,
-    boundaries_s,
-    in_layers,
-    joined_costs,
-    seconds_by_phase,
-)
+from meshwright.cost.latency import RankStates, Sent, in_layers, joined_costs
 from meshwright.cost.memory import Activations, constant_memory, held_activations
 from meshwright.cost.offload import offload_forecast
+from meshwright.cost.sending import boundaries_s, seconds_by_phase
 from meshwright.cost.stack_memory import with_stack
+from meshwright.cost.step import StageCosts, StepCosts
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
 from meshwright.cost.unit_memory import unit_memory
 

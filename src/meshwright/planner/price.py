@@ -17,13 +17,7 @@ from meshwright.core.profile import OWN, Stack
 from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes
-from meshwright.cost.latency import (
-    StepCosts,
-    has_bound,
-    rank_ends_s,
-    step_terms,
-    step_time,
-)
+from meshwright.cost.step import StepCosts, has_bound, rank_ends_s, step_terms, step_time
 from meshwright.cost.terms import TimeTerm
 from meshwright.planner.parts import Parts, first_of
 from meshwright.schedule.build import build_program

@@ -17,7 +17,7 @@ from meshwright.core.layouts import Tensor
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.core.values import Value
-from meshwright.cost.latency import mean_terms
+from meshwright.cost.step import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.planner.fix import FIELDS, known, parse_fix
 from meshwright.planner.price import Forecast, Pricer
