@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.router import RouterSpec
+from meshwright.models import gates
 from meshwright.models.experts import LossScales
 from meshwright.models.gates import balance_loss, combine_weights, select, shares, z_loss
 from meshwright.models.grouped import grouped_mlp
@@ -167,6 +168,33 @@ def test_experts_that_choose_are_evenly_loaded() -> None:
     spec = spec_with(4, 2, chooses="experts")
     choice = select(logits_of(3, 8, 4), None, spec)
     assert choice.loads(4).tolist() == [3 * 4] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("router", [{"chooses": "experts"}, {"capacity_factor": 1.0, "drop": "score"}])
+def test_the_first_of_equal_tokens_wins_whatever_their_last_bits(
+    monkeypatch: pytest.MonkeyPatch, router: dict[str, object], dtype: torch.dtype
+) -> None:
+    """Eight equal tokens, two places of each expert."""
+    spec, generator = spec_with(4, 1, **router), torch.Generator().manual_seed(3)
+    rounding = torch.randn(20, 8, 4, generator=generator, dtype=dtype) * torch.finfo(dtype).eps
+    logits = torch.tensor([0.3, 0.1, -0.4, 0.2], dtype=dtype) + rounding
+
+    def takers() -> set[tuple[int, ...]]:
+        kept = (select(row[None], None, spec).is_kept()[:, 0] for row in logits)
+        return {tuple(of.nonzero().flatten().tolist()) for of in kept}
+
+    assert takers() == {(0, 1)}
+    monkeypatch.setattr(gates, "_coarse", lambda scores: scores)
+    assert len(takers()) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compared_scores_differ_in_their_last_bits_alone(dtype: torch.dtype) -> None:
+    scores = torch.rand(1000, dtype=dtype)
+    kept = 1 << (gates._NOISE_BITS[dtype] - 1)
+    assert (gates._coarse(scores) / scores - 1).abs().max() <= kept * torch.finfo(dtype).eps
+    assert gates._coarse(torch.tensor([1.0, 1.0 + 4 * kept * torch.finfo(dtype).eps], dtype=dtype)).diff() > 0
 
 
 # --- losses ------------------------------------------------------------------------------------------------

@@ -25,6 +25,14 @@ def test_plan_prints_the_ranking_the_bytes_and_the_reason(capsys):
     assert re.search(r"tp-heads ×\d+", shown)
 
 
+def test_sequences_beyond_the_positions_of_a_model_are_noted(capsys):
+    few = ["plan", "demo-s", "local:1", "--batch", "1", "--fix", "micro_batch_size=1"]
+    assert main([*few, "--seq", "4096"]) == 0
+    assert "note: sequences of 4,096 tokens, but `demo-s` is made for 2,048 positions" in capsys.readouterr().out
+    assert main([*few, "--seq", "512"]) == 0
+    assert "is made for" not in capsys.readouterr().out
+
+
 def test_what_is_planned_can_be_shown(capsys, tmp_path):
     file = str(tmp_path / "plan.toml")
     fixed = ["--fix", "dp=2", "--fix", "tp=2", "--fix", "layers_per_stage=1,3", "--zero", "1", "--recompute", "full"]

@@ -15,7 +15,7 @@ from meshwright.core.layouts import Expert
 from meshwright.core.measures import Traffic, TrafficRow
 from meshwright.core.plan import Plan
 from meshwright.core.record import RankRecord
-from meshwright.core.sources import load_cluster
+from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
@@ -114,13 +114,25 @@ def test_a_run_says_the_imbalance_that_it_was_planned_with_and_had(plan: Plan, t
     with MetricsWriter(tmp_path) as writer:
         for step, loads in enumerate(([2, 2, 2, 2], [6, 1, 1, 0])):
             writer.write(StepMetrics(step, 1.0, 1.0, 1e-3, 8, 1.0, 1.0, expert_loads={"0": [2, 2, 2, 2], "3": loads}))
-    for imbalance, advice in ((1.0, "; plan with --imbalance 1.75"), (1.8, "")):
+    mixture = load_model("demo-moe")  # two of eight experts each: 2 ranks get twice their mean at most
+    for imbalance, forecast, advice in ((1.0, 1.0, "; plan with --imbalance 1.75"), (1.8, 1.8, ""), (3.5, 2.0, "")):
         shared = plan.strategy.model_copy(update={"expert": Expert(degree=2)})
         job = plan.job.model_copy(update={"imbalance": imbalance})
-        asked = plan.model_copy(update={"strategy": shared, "job": job})
+        asked = plan.model_copy(update={"strategy": shared, "job": job, "model": mixture})
         (line,) = imbalance_lines(asked, RunFolder(tmp_path))
-        assert line.endswith(f"forecast for {imbalance:.2f}, measured 1.75 in step 1 (layer 3){advice}")
+        assert line.endswith(f"forecast for {forecast:.2f}, measured 1.75 in step 1 (layer 3){advice}")
     assert not list(imbalance_lines(plan, RunFolder(tmp_path)))
+
+
+def test_choices_without_room_are_no_rows(plan: Plan, tmp_path: Path) -> None:
+    """An expert that all choose takes what it has room for."""
+    loads, taken = {"0": [8, 8, 0, 0]}, {"0": [2, 2, 1, 1]}
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(StepMetrics(0, 1.0, 1.0, 1e-3, 8, 1.0, 1.0, expert_loads=loads, expert_taken=taken))
+    shared = plan.strategy.model_copy(update={"expert": Expert(degree=2)})
+    asked = plan.model_copy(update={"strategy": shared, "model": load_model("demo-moe")})
+    (line,) = imbalance_lines(asked, RunFolder(tmp_path))
+    assert "measured 1.33 in step 0 (layer 0)" in line
 
 
 def test_bubble_is_the_idle_share_of_one_pipeline(plan: Plan) -> None:

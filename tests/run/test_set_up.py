@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.core.errors import InputError, UnsupportedError
+from meshwright.core.errors import InputError, MeshwrightWarning, UnsupportedError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.sources import load_cluster, load_model
@@ -64,6 +64,26 @@ def test_a_model_that_cannot_be_exported_is_named_before_it_is_trained() -> None
     biased = export_warning(spec.model_copy(update={"qk_norm": True, "family": "llama"}))
     assert biased is not None
     assert biased.endswith("cannot say qk_norm = True (it would be read as False); it can be trained, but not exported")
+
+
+def test_sequences_beyond_the_positions_of_a_model_are_named() -> None:
+    """Once where they are planned, once where they are trained; learned positions are refused."""
+    spec = load_model("demo-s")
+    assert spec.length_warning(spec.max_positions) is None
+    said = spec.length_warning(spec.max_positions + 1)
+    assert said is not None
+    assert said.startswith(f"sequences of {spec.max_positions + 1:,} tokens, but `demo-s` is made for ")
+    learned = load_model("gpt2")
+    with pytest.raises(InputError, match="1,025 tokens, but `gpt2` has 1024 learned positions"):
+        learned.check_length(1025)
+    assert learned.length_warning(1025) is None
+
+
+def test_they_are_trained_with_a_warning(tmp_path: Path) -> None:
+    """Before the text is looked at, which is not there."""
+    long = plan(Strategy()).model_copy(update={"job": Job(seq_length=4096, global_batch_size=1)})
+    with pytest.warns(MeshwrightWarning, match="sequences of 4,096 tokens"), pytest.raises(InputError):
+        set_up(long, TrainOptions(text=str(tmp_path / "missing.txt")), RunFolder(tmp_path / "run"), resume=False)
 
 
 def test_windows_of_the_catalogue_are_known() -> None:

@@ -36,7 +36,9 @@ def test_rows_are_on_disk_at_once_and_read_back(tmp_path):
 
 def test_loads_of_experts_are_read_back_and_on_tensorboard(tmp_path):
     with MetricsWriter(tmp_path) as writer:
-        found = replace(row(0), expert_imbalance=1.5, expert_loads={"1": [3, 1], "2": [2, 2]})
+        found = replace(
+            row(0), expert_imbalance=1.5, expert_loads={"1": [3, 1], "2": [2, 2]}, expert_taken={"1": [2, 1]}
+        )
         writer.write(found)
     assert read_metrics(tmp_path) == [found]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

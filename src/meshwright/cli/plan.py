@@ -131,8 +131,8 @@ def _plan_training(
         _print_rules(console, result)
     if ends is not None:
         console.print(_cut_by(search.balance_from, ends), highlight=False, soft_wrap=True)
-    if warning := cluster_warning(machines):
-        console.print(f"note: {warning}")
+    for note in filter(None, (spec.length_warning(result.plan.job.seq_length), cluster_warning(machines))):
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
     if out:
         console.print(f"plan written to {out}", soft_wrap=True)
 

@@ -85,7 +85,9 @@ def print_verification(run: RunFolder, *, with_dry_run: bool = False) -> bool:
 
 
 def imbalance_lines(plan: Plan, run: RunFolder) -> Iterator[str]:
-    """How unevenly the ranks of experts were loaded in the last step, beside what the plan takes them to be."""
+    """How unevenly the ranks of experts were loaded in the last step, beside what the forecast takes them to be: what
+    the job says, or the most that there can be. Rows that no expert had room for do not count."""
+    from meshwright.cost.activations import imbalance_of
     from meshwright.rehearse.verify import measured_imbalance
     from meshwright.train.metrics import METRICS_FILE, read_metrics
 
@@ -94,8 +96,8 @@ def imbalance_lines(plan: Plan, run: RunFolder) -> Iterator[str]:
     last = next((row for row in reversed(read_metrics(run.path)) if row.expert_loads), None)
     if last is None or last.expert_loads is None:
         return
-    measured, layer = measured_imbalance(last.expert_loads, plan.strategy.ep)
-    planned = plan.job.imbalance
+    measured, layer = measured_imbalance(last.expert_taken or last.expert_loads, plan.strategy.ep)
+    planned = imbalance_of(plan.job, plan.strategy, plan.model)
     advice = f"; plan with --imbalance {measured:.2f}" if measured > 1.05 * planned else ""
     yield (
         f"imbalance of the {plan.strategy.ep} ranks that share experts: forecast for {planned:.2f}, measured "

@@ -220,6 +220,15 @@ class ModelSpec(Value):
                 f"windowed attention is not implemented, use sequences of at most {self.sliding_window}"
             )
 
+    def length_warning(self, num_tokens: int) -> str | None:
+        """One line where rotary positions are asked for beyond those that the model is made for; else None."""
+        if self.positions != "rope" or num_tokens <= self.max_positions:
+            return None
+        return (
+            f"sequences of {num_tokens:,} tokens, but `{self.name}` is made for {self.max_positions:,} positions: "
+            "rotary ones go on behind them, where pretrained weights have never been"
+        )
+
     @property
     def heads_size(self) -> int:
         """Width of the query projection: heads × head_dim (not always the hidden size)."""

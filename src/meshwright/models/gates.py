@@ -21,6 +21,9 @@ from meshwright.core.router import RouterSpec
 _GROUP_BEST = 2
 """Experts whose scores add up to that of a group, where scores are sigmoids (DeepSeek-AI 2024, V3)."""
 
+_NOISE_BITS = {torch.float32: 11, torch.float64: 21}
+"""Last bits of a score in which layouts may differ."""
+
 _FEW = 8
 """Choices up to which a pass for each is quicker than sorting."""
 
@@ -90,10 +93,17 @@ def _best(wanted: torch.Tensor, k: int) -> torch.Tensor:
     return torch.cat(found, -1)
 
 
+def _coarse(scores: torch.Tensor) -> torch.Tensor:
+    """Scores without the bits that follow the order of sums, in which tokens that are equal may differ from layout to
+    layout: among such tokens the first one of the sequence wins everywhere. Rounded as by Veltkamp 1968."""
+    shifted = scores * (2 ** _NOISE_BITS[scores.dtype] + 1)
+    return shifted - (shifted - scores)
+
+
 def _experts_choose(scores: torch.Tensor, model: ModelSpec) -> Choice:
     """Each expert takes its best tokens of each sequence (Zhou et al. 2022, §3.2)."""
     room = model.gate.capacity(scores.shape[1], model.num_experts, model.experts_per_token)
-    rank = scores.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)  # of each token, by expert
+    rank = _coarse(scores).sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)  # of each token, by expert
     experts = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
     most = scores.shape[0] * model.num_experts * room
     return Choice(experts.flatten(0, 1).contiguous(), (rank < room).flatten(0, 1), most)
@@ -112,11 +122,11 @@ def _best_groups(wanted: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
 def _with_room(experts: torch.Tensor, scores: torch.Tensor, spec: RouterSpec, room: int) -> torch.Tensor:
     """[b, s, k] bool: whether an expert has room; all first choices go before all second ones.
 
-    Within a choice the first tokens of a sequence go first, or those with the highest scores.
+    Within a choice the first tokens of a sequence go first, or those with the highest scores, but for their last bits.
     """
     b, s, k = experts.shape
     if spec.drop == "score":
-        own = scores.gather(-1, experts)
+        own = _coarse(scores.gather(-1, experts))
         order = own.sort(dim=1, descending=True, stable=True).indices.transpose(1, 2)  # [b, k, s]
     else:
         order = torch.arange(s, device=experts.device).expand(b, k, s)

@@ -57,7 +57,7 @@ def set_up(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -
         _check_same_run(plan, options, run)
         return
     run.refuse_existing()
-    if warning := export_warning(plan.model):
+    for warning in filter(None, (export_warning(plan.model), plan.model.length_warning(plan.job.seq_length))):
         warnings.warn(warning, MeshwrightWarning, stacklevel=2)
     if options.pretrained:
         HFCheckpoint(options.pretrained, plan.model).close()

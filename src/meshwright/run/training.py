@@ -16,6 +16,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshwright.checkpoint import latest
 from meshwright.comm.collectives import barrier
 from meshwright.core.axes import DP, WORLD
@@ -198,13 +200,17 @@ class Training:
         report = self.engine.last_routing
         if report is None or stats.router_loss is None:
             return {}
-        exchange = {"expert_exchange_s": self.engine.last_exchange_s} if self.plan.strategy.ep > 1 else {}
+        further: dict[str, Any] = {}
+        if self.plan.strategy.ep > 1:
+            further["expert_exchange_s"] = self.engine.last_exchange_s
+        if self.plan.model.gate.has_capacity:
+            further["expert_taken"] = _by_layer(report.layers, report.taken)
         return {
             "router_loss": float(stats.router_loss),
             "expert_imbalance": float(report.imbalance.max()),
             "dropped_choices": float(report.dropped.sum() / report.chosen.sum().clamp(min=1)),
-            "expert_loads": dict(zip(map(str, report.layers), report.chosen.long().tolist(), strict=True)),
-            **exchange,
+            "expert_loads": _by_layer(report.layers, report.chosen),
+            **further,
         }
 
     def _overflow(self, step: int, stats: StepStats) -> tuple[bool, float] | tuple[None, None]:
@@ -280,3 +286,8 @@ class Training:
             {phase: statistics.median(w.get(phase, 0.0) for w in waits_s) for phase in dict.fromkeys(chain(*waits_s))},
             measured.trace,
         )
+
+
+def _by_layer(layers: Sequence[int], counts: torch.Tensor) -> dict[str, list[int]]:
+    """Counts [layers, E] as numbers, by layer."""
+    return dict(zip(map(str, layers), counts.long().tolist(), strict=True))

@@ -51,6 +51,8 @@ class StepMetrics:
     several: what computation did not hide. On CUDA the stream waits, not the host, and this stays near zero."""
     expert_loads: Mapping[str, Sequence[int]] | None = None
     """Layer → how often each of its experts was chosen in the step, by all tokens."""
+    expert_taken: Mapping[str, Sequence[int]] | None = None
+    """Of a gate with a capacity: layer → tokens that each of its experts had room for."""
 
 
 class MetricsWriter:
@@ -77,7 +79,7 @@ class MetricsWriter:
         self._file.write(json.dumps({name: _to_json(value) for name, value in data.items()}) + "\n")
         self._file.flush()
         if self._events is not None:
-            for name in data.keys() - {"step", "expert_loads"}:
+            for name in data.keys() - {"step", "expert_loads", "expert_taken"}:
                 self._events.add_scalar(f"train/{name}", data[name], row.step)
             for layer, loads in (row.expert_loads or {}).items():
                 mean = max(sum(loads) / len(loads), 1.0)
