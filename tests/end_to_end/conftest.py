@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "train", plan, "--stdlib", "--max-text-bytes", TEXT_BYTES, "--steps", STEPS, "--learning-rate", 0.01,
         "--save-every", 4, "--keep", 2, "--eval-every", 6, "--out", run,
     )  # fmt: skip
-    assert done.status == 0, done.err
+    assert done.status == 0, "\n".join([done.err, *(log.read_text() for log in sorted(run.glob("logs/*")))])
     return Trained(plan, run, planned, done)
 
 

@@ -33,6 +33,9 @@ def fail(how: str) -> None:
             raise ValueError("seven is not prime\nand more")
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "aborted":
+            print("free(): invalid size", file=sys.stderr, flush=True)
+            os.abort()
         case "consequence":
             time.sleep(0.5)
             raise ValueError("the cause")

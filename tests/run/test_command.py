@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 
@@ -104,3 +106,21 @@ def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_our_own_faults_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
+
+
+ENDING = """
+import atexit, sys, threading, time
+from meshwright.run.command import end_rank
+atexit.register(print, "registered")
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("said", end="")
+end_rank(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_ends_without_waiting_for_threads(status: int) -> None:
+    """An interpreter of its own would join the thread, for a minute. What is registered for the end runs on success."""
+    ended = subprocess.run([sys.executable, "-c", ENDING, str(status)], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == status, ended.stderr
+    assert ended.stdout == ("saidregistered\n" if status == 0 else "said")

@@ -34,7 +34,7 @@ def started(how: str, where: Path, num_ranks: int = 3) -> Iterator[subprocess.Po
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "OMP_", "SLURM"))}
     command = [sys.executable, "-c", LAUNCH, how, str(where), str(num_ranks)]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=variables | {"PYTHONPATH": str(ROOT)}, text=True,
+        command, cwd=ROOT, env=variables | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -81,11 +81,15 @@ def test_ranks_that_end_well(tmp_path: Path) -> None:
     assert (tmp_path / "omp-1").read_text() == str(max(1, num_cores() // 2))
 
 
+LAST_WORDS = {"killed": 'its last line: "stderr of rank 1"', "aborted": 'its last line: "free(): invalid size"'}
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("error", "rank 1: ValueError: seven is not prime"),
         ("killed", "rank 1 was killed by signal 9 (SIGKILL"),
+        ("aborted", "rank 1 was killed by signal 6 (SIGABRT)"),
         ("consequence", "rank 1: ValueError: the cause"),
     ],
 )
@@ -97,7 +101,9 @@ def test_one_line_names_the_rank_that_failed(how: str, words: str, tmp_path: Pat
     assert own[0].startswith(f"meshwright: error: {words}")
     log = tmp_path / "logs" / "rank-1.log"
     assert f"log: {log}" in own[0]
-    assert ("Traceback" in log.read_text()) == (how != "killed")
+    assert ("Traceback" in log.read_text()) == (how not in LAST_WORDS)
+    assert ("its last line" in own[0]) == (how in LAST_WORDS), "of a death without words"
+    assert LAST_WORDS.get(how, "") in own[0]
 
 
 def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
@@ -122,7 +128,12 @@ def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     ours, terminal = os.openpty()
     command = [sys.executable, "-c", LAUNCH, "well", str(tmp_path), "2"]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=terminal, stderr=terminal, timeout=60
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        stdout=terminal,
+        stderr=terminal,
+        timeout=60,
     )
     os.close(terminal)
     os.close(ours)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from typing import Annotated, Any
 import typer
 
 from meshwright import cli
-from meshwright.run.command import print_error, run_command
+from meshwright.run.command import end_rank, print_error, run_command
+from meshwright.run.environment import is_rank
 
 SUMMARY = "Plan, run and prove the parallel training of transformers."
 
@@ -140,7 +142,10 @@ def run() -> None:
     """Entry point of the `meshwright` script, and of `python -m meshwright.cli.main` in every rank."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without × is no reason to fail
-    raise SystemExit(run_command(lambda: main(sys.argv[1:])))
+    status = run_command(lambda: main(sys.argv[1:]))
+    if is_rank(os.environ):
+        end_rank(status)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ A MeshwrightWarning is one line too: `meshwright: warning: ...`.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import faulthandler
 import os
@@ -178,6 +179,18 @@ def _run_in_rank(main: Callable[[], int | None]) -> int:
                 time.sleep(GRACE_S)
         finally:
             faulthandler.disable()
+    _leave(status)
+
+
+def end_rank(status: int) -> NoReturn:
+    """End a rank whose command has returned, without the interpreter's own teardown.
+
+    Threads of the network library and our own watcher live to the last moment; one that asks for the interpreter
+    while that is being taken down is ended by force, and now and then takes the process with it, by SIGABRT.
+    After success, what was registered for the end still runs; after a failure its peers may be gone, and nothing waits.
+    """
+    if status == 0:
+        atexit._run_exitfuncs()
     _leave(status)
 
 

@@ -45,6 +45,8 @@ class Failure:
     """It failed because another one had failed."""
     doing: str = ""
     """The action of its pipeline program that it was in, in words; empty where it was in none."""
+    is_silent: bool = False
+    """It left no words of its own: all that is known is how its process ended."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}{self.what}{f', in the {self.doing}' if self.doing else ''}"
@@ -73,11 +75,12 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 def from_exit(rank: int, exit_code: int, time_s: float) -> Failure:
     """The failure of a rank that left no record: its exit status, or minus the signal that killed it."""
     if exit_code >= 0:
-        return Failure(rank, f" exited with status {exit_code}", time_s, is_consequence=False)
+        return Failure(rank, f" exited with status {exit_code}", time_s, is_consequence=False, is_silent=True)
     number = -exit_code
     name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
     hint = HINTS.get(number, "")
-    return Failure(rank, f" was killed by signal {number} ({name}{hint})", time_s, number in WEAK_SIGNALS)
+    what = f" was killed by signal {number} ({name}{hint})"
+    return Failure(rank, what, time_s, number in WEAK_SIGNALS, is_silent=True)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

@@ -30,6 +30,12 @@ ENTRY = "meshwright.cli.main"
 """The module that a rank runs."""
 
 
+MAX_QUOTED = 160
+"""Characters of a log that an error repeats."""
+DUMP = "Fatal Python error"
+"""How the interpreter begins when it writes down where a crash happened."""
+
+
 def enter_ranks(
     argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None, before: Callable[[], None] | None = None
 ) -> World | None:
@@ -98,7 +104,7 @@ def launch(argv: Sequence[str], num_ranks: int, *, log_dir: Path | None = None, 
         failures = _start_and_wait(module, argv, num_ranks, logs, Path(records))
     if failures:
         cause = first_cause(failures)
-        raise RankError(f"{cause}{_log_hint(log_path(logs, cause.rank))}")
+        raise RankError(f"{cause}{_log_hint(cause, log_path(logs, cause.rank))}")
     if log_dir is None:
         shutil.rmtree(logs, ignore_errors=True)
 
@@ -145,8 +151,19 @@ def _recorded(failure: Failure, records: Path) -> Failure:
     return replace(known, doing=doing.words) if doing else known
 
 
-def _log_hint(log: Path) -> str:
-    return f"; log: {log}" if log.exists() and log.stat().st_size else ""
+def _log_hint(cause: Failure, log: Path) -> str:
+    """Where to read more; of a death that left no words of its own, also the last line that was written before it."""
+    lines = [line.strip() for line in log.read_text(errors="replace").split("\n")] if log.exists() else []
+    if not any(lines):
+        return ""
+    quoted = f'; its last line: "{_last_words(lines)[:MAX_QUOTED]}"' if cause.is_silent else ""
+    return f"{quoted}; log: {log}"
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    """What was written last before the interpreter's own dump of a crash; of a dump alone its title."""
+    at = next((at for at, line in enumerate(lines) if line.startswith(DUMP)), len(lines))
+    return next((line for line in reversed(lines[:at]) if line), lines[min(at, len(lines) - 1)])
 
 
 def _warn_about_cores(num_ranks: int) -> None:
