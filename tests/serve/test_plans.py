@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from meshwright.cli.serve import _check_room, _num_ranks_here, _plan, _sizes, serve_command
+from meshwright.cli.serve import _check_room, _num_ranks_here, _plan, _refuse_unused, _sizes, serve_command
 from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import Traffic
@@ -117,3 +117,13 @@ def test_replicas_that_share_experts_are_refused(tmp_path: Path):
     plan.save(tmp_path / "serve.toml")
     with pytest.raises(UnsupportedError, match="ep=2: replicas that share experts"):
         _plan(tmp_path / "serve.toml")
+
+
+def test_memory_of_the_host_is_given_to_swapping_alone_and_not_more_than_there_is():
+    with pytest.raises(InputError, match=r"--swap-mib: with --preempt recompute nothing is swapped; add --preempt swap"):
+        _refuse_unused(context_of("--swap-mib", "64"), "recompute")
+    _refuse_unused(context_of("--swap-mib", "64"), "auto")
+    _refuse_unused(context_of(), "recompute")
+    with pytest.raises(InputError, match=r"--swap-mib 1073741824 takes .* of the host for each of 1 rank"):
+        _check_room(None, ServeOptions(swap_bytes=2**50, preempt="swap"))
+    _check_room(None, ServeOptions(swap_bytes=2**50))

@@ -31,10 +31,13 @@ def prompts_of(name: str) -> list[list[int]]:
     return [random_tokens(SPECS[name], 1, n, seed=n)[0].tolist() for n in LENGTHS]
 
 
-def serve(rank: int, world: int, name: str, strategy: Strategy) -> tuple[list[list[int]], int, int]:
+def serve(
+    rank: int, world: int, name: str, strategy: Strategy, preempt: str = "recompute"
+) -> tuple[list[list[int]], int, int]:
     """(tokens, preemptions, bytes of the cache). One request more is left while it runs."""
     model = random_model(SPECS[name])
-    engine = Engine(model, strategy, OPTIONS, mesh=Mesh.create(strategy.sizes, ep=strategy.ep))
+    options = OPTIONS.model_copy(update={"preempt": preempt, "swap_bytes": 2**20})
+    engine = Engine(model, strategy, options, mesh=Mesh.create(strategy.sizes, ep=strategy.ep))
     engine.beat()
     if engine.mesh.rank:
         engine.follow()
@@ -52,6 +55,7 @@ def serve(rank: int, world: int, name: str, strategy: Strategy) -> tuple[list[li
     engine.stop()
     assert left.finish == "abort"
     assert engine.scheduler.blocks.num_held == 0
+    assert (engine.scheduler.counts.swapped_back > 0) is (preempt == "swap")
     return list(answers.values()), engine.scheduler.counts.preemptions, engine.runner.cache_bytes
 
 
@@ -74,6 +78,13 @@ def test_tokens_of_every_layout_are_those_of_one_process(ranks, name: str, tp: i
     assert [tokens for tokens, _, _ in results[1:]] == [[]] * (tp * pp * ep - 1)
     for rank, (_, _, cache_bytes) in enumerate(results):
         assert cache_bytes == 14 * 4 * kv_token_bytes(model.spec, strategy, rank // (tp * ep))
+
+
+def test_every_rank_swaps_its_own_part(ranks):
+    strategy = Strategy(tp=2, pp=2)
+    swapped, again = (ranks(serve, 4, "gpt2", strategy, preempt)[0] for preempt in ("swap", "recompute"))
+    assert swapped[0] == again[0]
+    assert swapped[1] > 0
 
 
 def serve_folder(rank: int, world: int, folder: Path, strategy: Strategy) -> tuple[list[int], list[str]]:

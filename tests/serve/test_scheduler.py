@@ -19,6 +19,22 @@ class Cache:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.slots: dict[int, int] = {}
+        self.host: dict[int, int] = {}
+        self.num_computed = 0
+
+    def move(self) -> None:
+        """What is swapped: all that leaves, then all that comes back."""
+        moves, size = self.scheduler.take_moves(), self.scheduler.blocks.block_size
+        assert not (moves.out and moves.back)
+        for pairs, into, source in ((moves.out, self.host, self.slots), (moves.back, self.slots, self.host)):
+            targets = [pair[pairs is moves.out] for pair in pairs]
+            assert len(set(targets)) == len(targets), "two blocks go to one place"
+            for block, kept in pairs:
+                to, at = (kept, block) if pairs is moves.out else (block, kept)
+                for slot in range(size):
+                    into.pop(to * size + slot, None)
+                    if at * size + slot in source:
+                        into[to * size + slot] = source[at * size + slot]
 
     def slot(self, sequence: Sequence, position: int) -> int:
         size = self.scheduler.blocks.block_size
@@ -28,9 +44,11 @@ class Cache:
         """One step: write, then read back the whole prefix, then choose."""
         scheduler = self.scheduler
         chunks = scheduler.step()
+        self.move()
         assert sum(chunk.count for chunk in chunks) <= scheduler.options.step_tokens
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
         for chunk in chunks:
+            self.num_computed += chunk.count
             tokens = chunk.sequence.tokens(chunk.start, chunk.start + chunk.count)
             for position, token in enumerate(tokens, start=chunk.start):
                 self.slots[self.slot(chunk.sequence, position)] = token
@@ -58,9 +76,17 @@ def expected(sequence: Sequence) -> list[int]:
     return tokens[len(sequence.prompt) :]
 
 
-def make(num_blocks: int = 8, block_size: int = 2, clock=lambda: 0.0, **change: object) -> Scheduler:
+def make(
+    num_blocks: int = 8,
+    block_size: int = 2,
+    clock=lambda: 0.0,
+    num_host_blocks: int = 0,
+    pays=lambda num_tokens: True,
+    **change: object,
+) -> Scheduler:
     options = ServeOptions.model_validate({"block_size": block_size, **change})
-    return Scheduler(options, BlockManager(num_blocks, block_size, options.prefix_cache), clock)
+    host = BlockManager(num_host_blocks, block_size, share=False) if num_host_blocks else None
+    return Scheduler(options, BlockManager(num_blocks, block_size, options.prefix_cache), clock, host, pays)
 
 
 def one(number: int, prompt: list[int], new: int, order: float | None = None) -> Sequence:
@@ -108,6 +134,65 @@ def test_preempted_sequences_give_the_same_tokens(prefix_cache: bool):
     run(scheduler)
     assert scheduler.counts.preemptions >= 3
     assert [s.output for s in asked] == [expected(s) for s in asked]
+
+
+def computed_tokens(num_host_blocks: int, pays=lambda num_tokens: True) -> tuple[int, int]:
+    """(tokens that steps computed, blocks swapped out) where four sequences fight for a cache."""
+    scheduler = make(num_blocks=8, prefix_cache=False, num_host_blocks=num_host_blocks, pays=pays)
+    cache, asked = Cache(scheduler), [one(i, [i % 2, 1, 0], 10) for i in range(4)]
+    for sequence in asked:
+        scheduler.add(sequence)
+    run(scheduler, cache)
+    assert [s.output for s in asked] == [expected(s) for s in asked]
+    assert scheduler.counts.preemptions >= 3
+    if scheduler.host is not None:
+        scheduler.host.check([])
+    return cache.num_computed, scheduler.counts.swapped_out
+
+
+def test_what_is_swapped_is_not_computed_again():
+    again, none = computed_tokens(0)
+    swapped, blocks = computed_tokens(16)
+    assert none == 0 < blocks
+    assert swapped < again
+    assert computed_tokens(16, lambda num_tokens: False) == (again, 0), "where it does not pay nothing is swapped"
+
+
+def test_what_finds_no_room_on_the_host_is_computed_again():
+    """One block holds nothing of use to sequences of two."""
+    few, blocks = computed_tokens(1)
+    assert few <= computed_tokens(0)[0]
+    assert blocks <= 16
+
+
+def test_what_the_prefix_cache_has_does_not_come_back_from_the_host():
+    scheduler = make(num_blocks=8, block_size=2, num_host_blocks=8, step_tokens=64)
+    cache = Cache(scheduler)
+    first, last = one(0, [1, 1, 0], 12), one(1, [2, 2, 2, 2, 2], 5)
+    for sequence in (first, last):
+        scheduler.add(sequence)
+    while not scheduler.counts.preemptions:
+        cache.step()
+    assert last.num_swapped > 0
+    assert len(last.host_blocks) == scheduler.counts.swapped_out
+    run(scheduler, cache)
+    assert last.output == expected(last)
+    assert scheduler.counts.swapped_back <= scheduler.counts.swapped_out
+
+
+def test_a_sequence_that_ends_while_it_is_swapped_frees_the_host():
+    scheduler = make(num_blocks=8, num_host_blocks=8, prefix_cache=False)
+    cache, asked = Cache(scheduler), [one(i, [i % 2, 1, 0], 10) for i in range(4)]
+    for sequence in asked:
+        scheduler.add(sequence)
+    while not any(s.host_blocks for s in asked):
+        cache.step()
+    (swapped,) = [s for s in asked if s.host_blocks]
+    scheduler.finish(swapped, "abort")
+    assert scheduler.host is not None
+    scheduler.host.check([])
+    run(scheduler, cache)
+    assert [s.output for s in asked if s is not swapped] == [expected(s) for s in asked if s is not swapped]
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 8])
@@ -185,6 +270,7 @@ def test_random_traces(data: st.DataObject):
     block_size = data.draw(st.integers(1, 4))
     num_blocks = data.draw(st.integers(-(-18 // block_size), 24))
     sizes = {name: data.draw(st.integers(1, 9)) for name in ("step_tokens", "max_running")}
+    sizes["num_host_blocks"] = data.draw(st.integers(0, 12))
     scheduler = make(num_blocks, block_size, prefix_cache=data.draw(st.booleans()), max_waiting=999, **sizes)
     cache, asked = Cache(scheduler), []
     for number in range(25):
@@ -198,6 +284,8 @@ def test_random_traces(data: st.DataObject):
         else:
             cache.step()
         scheduler.blocks.check(tables(scheduler, asked))
+        if scheduler.host is not None:
+            scheduler.host.check([s.host_blocks for s in asked])
     run_on = 0
     while not scheduler.is_idle:
         cache.step()
@@ -208,6 +296,7 @@ def test_random_traces(data: st.DataObject):
         assert sequence.finish == "abort" or sequence.output == expected(sequence)
     scheduler.blocks.check([])
     assert scheduler.blocks.num_free == num_blocks
+    assert scheduler.host is None or scheduler.host.num_held == 0
 
 
 def test_draws_depend_on_seed_and_place_alone():

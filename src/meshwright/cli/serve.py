@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,6 +33,11 @@ def serve_command(
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that one step computes at most.")] = 256,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step at most.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 429.")] = 1024,
+    preempt: Annotated[
+        Literal["recompute", "swap", "auto"],
+        typer.Option(help="Who leaves a full cache is computed again, swapped to the host, or what takes less."),
+    ] = "recompute",
+    swap_mib: Annotated[int, typer.Option(min=1, help="Memory of the host for what is swapped, a rank, MiB.")] = 512,
     prefix_cache: Annotated[bool, typer.Option(help="Whether requests share what they begin with.")] = True,
 ) -> None:
     """Serve a model over the OpenAI API: starts its own ranks, or takes its place among those of torchrun or Slurm."""
@@ -44,8 +49,9 @@ def serve_command(
 
     options = ServeOptions(
         cache_bytes=cache_mib * 2**20, block_size=block_size, step_tokens=step_tokens, max_running=max_running,
-        max_waiting=max_waiting, prefix_cache=prefix_cache,
+        max_waiting=max_waiting, prefix_cache=prefix_cache, preempt=preempt, swap_bytes=swap_mib * 2**20,
     )  # fmt: skip
+    _refuse_unused(context, preempt)
     asked = _plan(plan) if plan else None
     options = _sizes(asked, options, context)
     _check_room(asked, options)
@@ -62,6 +68,17 @@ def serve_command(
     from meshwright.run.serving import Address, serve
 
     serve(model, asked, options, Address(host, port, api_key), name)
+
+
+def _refuse_unused(context: typer.Context, preempt: str) -> None:
+    """Raises InputError where memory is given to what is not used."""
+    from meshwright.cli.serving import is_typed
+    from meshwright.core.errors import InputError
+
+    if preempt == "recompute" and is_typed(context, "swap_mib"):
+        raise InputError(
+            "--swap-mib: with --preempt recompute nothing is swapped; add --preempt swap or auto, or leave it out"
+        )
 
 
 def _plan(path: Path) -> Plan | ServingPlan:
@@ -119,6 +136,14 @@ def _check_room(plan: Plan | ServingPlan | None, options: ServeOptions) -> None:
         raise InputError(
             f"{whose} on each of {counted(num_ranks, 'rank')}{where}, and this machine has {format_bytes(have)} and no "
             f"GPU; {todo}"
+        )
+    swapped_bytes = options.swap_bytes * num_ranks * (options.preempt != "recompute")
+    beside = 0 if torch.cuda.is_available() else rank_bytes * num_ranks
+    if swapped_bytes + beside > have:
+        raise InputError(
+            f"--swap-mib {options.swap_bytes // 2**20} takes {format_bytes(options.swap_bytes)} of the host for each "
+            f"of {counted(num_ranks, 'rank')}{', beside their caches' if beside else ''}, and this machine has "
+            f"{format_bytes(have)}; give it less"
         )
 
 

@@ -18,11 +18,11 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.model import ModelSpec
 from meshwright.core.profile import Server
 from meshwright.models.build import build
-from meshwright.serve.batch import Batch
 from meshwright.serve.engine import Engine
 from meshwright.serve.linear import product_of
 from meshwright.serve.native import LargePages
 from meshwright.serve.options import ServeOptions
+from meshwright.serve.ranks import Alone
 from meshwright.serve.request import SamplingParams
 
 ROWS = (1, 4, 16, 64)
@@ -73,19 +73,12 @@ def _few_rows(seconds: Timer) -> Iterator[tuple[str, int, float]]:
             yield name, rows, flops / seconds(lambda x=x, each=products: [product(x) for product in each])
 
 
-class _Alone(Engine):
-    """Of a rank that serves by itself beside others that do the same."""
-
-    def _tell(self, batch: Batch) -> None:
-        """Nobody."""
-
-
 def _step_s(mesh: Mesh, num_layers: int, num_sequences: int) -> float:
     """The median of a step that decodes."""
     model = build(SMALL.model_copy(update={"num_layers": num_layers}), "cpu", torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    engine = _Alone(model, options=ServeOptions(num_blocks=64, prefix_cache=False), mesh=mesh)
+    engine = Engine(model, options=ServeOptions(num_blocks=64, prefix_cache=False), mesh=mesh, ranks=Alone)
     params = SamplingParams(max_tokens=STEPS + 4, temperature=0, ignore_eos=True)
     for at in range(num_sequences):
         engine.submit([at] * 8, params)

@@ -9,7 +9,9 @@ text        tokens as text, piece by piece; stop strings
 batch       one step as numbers that travel to every rank
 attention   attention over the cache; rotary positions of a ragged step
 linear      products with weights laid out once for the processor
+swap        keys and values of preempted sequences on the host, and when that pays
 runner      one rank's part of the model, by the modules that training uses
+ranks       how a step reaches the ranks that compute it
 sampler     the choice of a token by a request's own parameters and seed
 engine      all of it together: submit, step, generate
 grammar     which tokens may come next where an answer must match a JSON schema

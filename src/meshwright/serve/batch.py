@@ -2,6 +2,7 @@
 
     rows       | seq 0: 1 token | seq 1: 1 token | seq 2: a chunk of 5 tokens ... |     T of them
     per chunk  start position, number of tokens, its blocks in order
+    moves      blocks that are copied to the host before it, and blocks that are copied back
 
 All of it travels as one vector of whole numbers. Free of torch.
 """
@@ -15,11 +16,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from meshwright.serve.scheduler import Chunk
+from meshwright.serve.scheduler import Chunk, Moves
 
 Ints = np.ndarray
-HEADER = 5
-"""Numbers before a vector: tokens, chunks, blocks, wanted rows, block size."""
+HEADER = 7
+"""Numbers before a vector: tokens, chunks, blocks, wanted rows, numbers of moves out and back, block size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,10 @@ class Batch:
     """[Σ num_blocks] of the cache, sequence by sequence."""
     wanted: Ints
     """[W] rows whose logits are wanted."""
+    out: Ints
+    """[2 · n] pairs (block of the cache, block of the host) that leave before the step."""
+    back: Ints
+    """[2 · m] likewise, that come back; after those that leave."""
     block_size: int
 
     @property
@@ -90,23 +95,24 @@ class Batch:
         return np.where(counted, self.blocks[at] * self.block_size + positions % self.block_size, 0), counted
 
     def to_vector(self) -> Ints:
-        """All of it as int64 [HEADER + T + 3C + blocks + W]."""
-        sizes = [len(self.tokens), len(self.counts), len(self.blocks), len(self.wanted), self.block_size]
-        parts = (sizes, self.tokens, self.starts, self.counts, self.num_blocks, self.blocks, self.wanted)
-        return np.concatenate(parts).astype(np.int64)
+        """All of it as int64 [HEADER + T + 3C + blocks + W + moves]."""
+        each = (self.tokens, self.counts, self.blocks, self.wanted, self.out, self.back)
+        sizes = [*map(len, each), self.block_size]
+        parts = (self.tokens, self.starts, self.counts, self.num_blocks, self.blocks, self.wanted, self.out, self.back)
+        return np.concatenate([sizes, *parts]).astype(np.int64)
 
     @classmethod
     def from_vector(cls, vector: Ints) -> Batch:
         """Inverse of :meth:`to_vector`."""
-        tokens, chunks, blocks, wanted, block_size = (int(size) for size in vector[:HEADER])
-        ends = np.cumsum([HEADER, tokens, chunks, chunks, chunks, blocks, wanted])
+        tokens, chunks, blocks, wanted, out, back, block_size = (int(size) for size in vector[:HEADER])
+        ends = np.cumsum([HEADER, tokens, chunks, chunks, chunks, blocks, wanted, out, back])
         parts = [vector[start:end] for start, end in pairwise(ends)]
         return cls(*parts, block_size)
 
 
-def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
-    """The step of these chunks. The last row of a chunk is wanted if a token is chosen after it; all rows of a prompt
-    whose log probabilities are asked for."""
+def make_batch(chunks: Sequence[Chunk], block_size: int, moves: Moves | None = None) -> Batch:
+    """The step of these chunks, after these moves. The last row of a chunk is wanted if a token is chosen after it; all
+    rows of a prompt whose log probabilities are asked for."""
     tokens: list[int] = []
     wanted: list[int] = []
     for chunk in chunks:
@@ -124,6 +130,8 @@ def make_batch(chunks: Sequence[Chunk], block_size: int) -> Batch:
         np.array([len(table) for table in tables], dtype=np.int64),
         np.array([block for table in tables for block in table], dtype=np.int64),
         np.array(wanted, dtype=np.int64),
+        np.array(moves.out if moves else (), dtype=np.int64).reshape(-1),
+        np.array(moves.back if moves else (), dtype=np.int64).reshape(-1),
         block_size,
     )
 

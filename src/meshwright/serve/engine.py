@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
 from copy import deepcopy
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, perf_counter
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from meshwright.comm.collectives import broadcast
-from meshwright.comm.mesh import Axis, Mesh, start
-from meshwright.core.axes import WORLD
+from meshwright.comm.mesh import Mesh, start
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
@@ -31,9 +29,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.cost.kv_cache import largest_kv_token_bytes
 from meshwright.parallel.states import DTYPES
-from meshwright.serve.batch import Batch, make_batch, wants_all
+from meshwright.serve.batch import make_batch, wants_all
 from meshwright.serve.blocks import BlockManager
 from meshwright.serve.options import ServeOptions
+from meshwright.serve.ranks import Ranks, Together, follow
 from meshwright.serve.request import (
     MAX_SEED,
     Finish,
@@ -47,10 +46,8 @@ from meshwright.serve.runner import Runner, Weights
 from meshwright.serve.sampler import Choice, Logprobs, choose, logprobs_of
 from meshwright.serve.scheduler import Chunk, Scheduler
 from meshwright.serve.servable import check_servable
+from meshwright.serve.swap import Pace
 from meshwright.serve.text import Detokenizer, StopFinder, encode
-
-STOP, NOTHING = 0, -1
-"""Instead of a batch's length: the end, and a sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +107,7 @@ class Engine:
         weights: where each rank reads its boxes.
         special_tokens: whether a prompt as text gets the tokenizer's own beginning.
         clock: seconds, for deadlines and order of arrival.
+        ranks: who computes the steps: of a run of several, all of them together, or this rank alone.
 
     Raises:
         UnsupportedError: a plan, or a model, that cannot be served.
@@ -128,6 +126,7 @@ class Engine:
         mesh: Mesh | None = None,
         weights: Weights | None = None,
         clock: Callable[[], float] = monotonic,
+        ranks: Callable[[Runner], Ranks] = Together,
     ) -> None:
         self.spec: ModelSpec = model.spec
         self.options = options or ServeOptions()
@@ -136,13 +135,19 @@ class Engine:
         self._special_tokens = special_tokens
         strategy = plan.strategy if isinstance(plan, Plan) else plan or Strategy(precision=_precision(model))
         check_servable(self.spec, strategy)
-        num_blocks = self.options.num_blocks or self._affordable(strategy)
+        num_blocks = self.options.num_blocks or self._affordable(strategy, "cache_bytes")
+        swaps = self.options.preempt != "recompute"
+        num_host_blocks = self._affordable(strategy, "swap_bytes") if swaps else 0
         self.mesh = mesh or _mesh(strategy)
         block_size = self.options.block_size
         model, weights = (model, weights) if weights else _shared(model)
-        self.runner = Runner(model, self.spec, strategy, self.mesh, weights, num_blocks, block_size)
+        self.runner = Runner(model, self.spec, strategy, self.mesh, weights, num_blocks, block_size, num_host_blocks)
+        self.ranks = ranks(self.runner)
         blocks = BlockManager(num_blocks, block_size, self.options.prefix_cache)
-        self.scheduler = Scheduler(self.options, blocks, clock)
+        host = BlockManager(num_host_blocks, block_size, share=False) if swaps else None
+        self._pace = self._timed() if self.options.preempt == "auto" else None
+        pays = self._pace.swap_pays if self._pace else lambda _: True
+        self.scheduler = Scheduler(self.options, blocks, clock, host, pays)
         self.context = context_of(self.spec)
         """Tokens of prompt and answer together, by the model."""
         self._outputs: dict[Sequence, _Output] = {}
@@ -155,15 +160,21 @@ class Engine:
         """Tokens of prompt and answer together: what the model, and the whole cache, can hold."""
         return min(self.context, self.scheduler.longest)
 
-    def _affordable(self, strategy: Strategy) -> int:
+    def _affordable(self, strategy: Strategy, option: str) -> int:
+        """Blocks that so many bytes hold, on the rank with the most layers."""
         block_bytes = self.options.block_size * largest_kv_token_bytes(self.spec, strategy)
-        num_blocks = self.options.cache_bytes // block_bytes
-        if num_blocks < 1:
+        have: int = getattr(self.options, option)
+        if have < block_bytes:
             raise InputError(
-                f"cache_bytes={self.options.cache_bytes}: one block of {self.options.block_size} tokens takes "
-                f"{block_bytes} bytes; give the cache more, or make blocks smaller"
+                f"{option}={have}: one block of {self.options.block_size} tokens takes {block_bytes} bytes; give it "
+                "more, or make blocks smaller"
             )
-        return num_blocks
+        return have // block_bytes
+
+    def _timed(self) -> Pace:
+        """What tells when swapping pays, by this rank's own copies and steps."""
+        assert self.runner.host is not None
+        return Pace(self.runner.host.seconds_per_block(), self.options.block_size)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text. Raises InputError where it is none, or there is no tokenizer.
@@ -258,11 +269,13 @@ class Engine:
         events = [Event(s, self._end(s, "deadline"), finish="deadline") for s in list(self.scheduler.late())]
         chunks = self.scheduler.step()
         self.last_step_tokens = sum(chunk.count for chunk in chunks)
-        if not chunks:
+        moves = self.scheduler.take_moves()
+        if not chunks and not moves:
             return events
-        batch = make_batch(chunks, self.options.block_size)
-        self._tell(batch)
-        logits = self.runner.run(batch)
+        began_s = perf_counter()
+        logits = self.ranks.compute(make_batch(chunks, self.options.block_size, moves))
+        if self._pace is not None and not moves:
+            self._pace.saw(sum(chunk.count for chunk in chunks if chunk.count > 1), perf_counter() - began_s)
         self.scheduler.computed(chunks)
         return events if logits is None else events + self._choose(chunks, logits)
 
@@ -383,36 +396,22 @@ class Engine:
 
     # --- the other ranks -----------------------------------------------------------------------------------
 
-    def _tell(self, batch: Batch) -> None:
-        if self.mesh[WORLD].size > 1:
-            _send(torch.from_numpy(batch.to_vector()), self.mesh[WORLD])
-
     def stop(self) -> None:
         """End :meth:`follow` on the other ranks."""
-        if self.mesh[WORLD].size > 1 and self.mesh.rank == 0:
-            broadcast(torch.tensor([STOP]), self.mesh[WORLD], 0)
+        if self.mesh.rank == 0:
+            self.ranks.stop()
 
     def beat(self) -> None:
         """A sign of life for the ranks that follow, which give up when nothing comes for too long.
 
         Raises RankError where one of them is lost.
         """
-        if self.mesh[WORLD].size > 1 and self.mesh.rank == 0:
-            broadcast(torch.tensor([NOTHING]), self.mesh[WORLD], 0)
+        if self.mesh.rank == 0:
+            self.ranks.beat()
 
     def follow(self) -> None:
         """On a rank other than 0: compute what rank 0 tells, until it stops. Raises RankError where it is lost."""
-        world = self.mesh[WORLD]
-        length = torch.empty(1, dtype=torch.int64, device=world.device)
-        while (count := int(broadcast(length, world, 0))) != STOP:
-            if count != NOTHING:
-                vector = torch.empty(count, dtype=torch.int64, device=world.device)
-                self.runner.run(Batch.from_vector(broadcast(vector, world, 0).cpu().numpy()))
-
-
-def _send(vector: torch.Tensor, world: Axis) -> None:
-    broadcast(torch.tensor([len(vector)], device=world.device), world, 0)
-    broadcast(vector.to(world.device), world, 0)
+        follow(self.runner)
 
 
 def _of_prompt(chunk: Chunk, logits: torch.Tensor) -> tuple[Logprobs, ...]:

@@ -33,11 +33,12 @@ class Metrics:
     Args:
         scheduler: whose counts are shown.
         model_name: label of all of them.
+        block_bytes: of a block of the cache on this rank.
     """
 
-    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
+    def __init__(self, scheduler: Scheduler, model_name: str, block_bytes: int = 0) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Counts(scheduler, model_name))
+        self._registry.register(_Counts(scheduler, model_name, block_bytes))
         self._clock = monotonic
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         self._times = {
@@ -86,8 +87,9 @@ class Metrics:
 class _Counts(Collector):
     """The scheduler's own numbers, read when they are asked for."""
 
-    def __init__(self, scheduler: Scheduler, model_name: str) -> None:
+    def __init__(self, scheduler: Scheduler, model_name: str, block_bytes: int) -> None:
         self._scheduler = scheduler
+        self._block_bytes = block_bytes
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -98,17 +100,25 @@ class _Counts(Collector):
             ("num_requests_waiting", "Sequences that wait.", len(s.waiting)),
             ("kv_cache_usage_perc", "Share of the cache's blocks that are held; 1 is all.",
              blocks.num_held / blocks.num_blocks),
+            ("num_requests_swapped", "Sequences that wait with keys and values on the host.",
+             sum(bool(sequence.host_blocks) for sequence in list(s.waiting))),
+            ("cpu_cache_usage_perc", "Share of the host's blocks that are held; 1 is all.",
+             s.host.num_held / s.host.num_blocks if s.host else 0.0),
         ):  # fmt: skip
             yield self._gauge(name, about, (), ((), float(value)))
         config = {"block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.num_blocks)}
         yield self._gauge("cache_config_info", "Sizes of the cache.", tuple(config), (tuple(config.values()), 1.0))
         for name, about, count in (
             ("num_preemptions", "Sequences sent back to the queue.", counts.preemptions),
+            ("swapped_out_blocks", "Blocks copied to the host.", counts.swapped_out),
+            ("swapped_in_blocks", "Blocks copied back from the host.", counts.swapped_back),
+            ("swapped_bytes", "Bytes of both on this rank.",
+             (counts.swapped_out + counts.swapped_back) * self._block_bytes),
             ("prefix_cache_queries", "Tokens of prompts looked for in the prefix cache.", counts.prefix_queries),
             ("prefix_cache_hits", "Tokens of prompts found there.", counts.prefix_hits),
             ("prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
             ("generation_tokens", "Tokens of answers.", counts.generation_tokens),
-        ):
+        ):  # fmt: skip
             family = CounterMetricFamily(f"vllm:{name}", about, labels=("model_name",))
             family.add_metric((self._model,), count)
             yield family

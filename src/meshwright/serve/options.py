@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from meshwright.core.values import MAX_SIZE, Value
+
+Preemption = Literal["recompute", "swap", "auto"]
+"""What becomes of a sequence's keys and values when the cache is full and it goes back to the queue: forgotten and
+computed again, copied to the memory of the host and back, or whichever of the two takes less time."""
 
 
 class ServeOptions(Value):
@@ -22,6 +28,10 @@ class ServeOptions(Value):
     """Sequences that take part in a step at most."""
     max_waiting: int = Field(default=1024, gt=0, le=MAX_SIZE)
     """Sequences that may wait; more are refused."""
+    preempt: Preemption = "recompute"
+    """How sequences give up their blocks when the cache is full."""
+    swap_bytes: int = Field(default=2**29, gt=0)
+    """Memory of the host, on each rank, for what is swapped; nothing is taken where `preempt` is `recompute`."""
     prefix_cache: bool = True
     """Whether blocks of earlier prompts and answers are used again by requests that begin with the same tokens."""
     priority_s: float = Field(default=10.0, ge=0)

@@ -132,6 +132,10 @@ class Sequence:
     chain: list[int] = field(default_factory=list)
     """Serial numbers of the full blocks whose content is known to the prefix cache."""
     num_computed: int = 0
+    host_blocks: list[int] = field(default_factory=list)
+    """While it waits: of the host's memory, in order, where its keys and values are; empty where they are nowhere."""
+    num_swapped: int = 0
+    """Tokens whose keys and values those hold."""
     num_cached: int = 0
     """Tokens of the prompt that the prefix cache had when the sequence first started."""
     num_preemptions: int = 0

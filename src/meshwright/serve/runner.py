@@ -29,6 +29,7 @@ from meshwright.serve.batch import Batch
 from meshwright.serve.latent import PagedLatentAttention
 from meshwright.serve.servable import check_servable
 from meshwright.serve.stack import stack_of
+from meshwright.serve.swap import HostTier
 
 Weights = Callable[[tuple[Placement, ...]], Iterable[torch.Tensor]]
 """What a rank holds → the values of each box, in the same order. All ranks call it together."""
@@ -47,6 +48,7 @@ class Runner:
         weights: where the rank reads its boxes.
         num_blocks: blocks of the cache.
         block_size: tokens of one.
+        num_host_blocks: blocks of the host's memory, for what is swapped.
 
     Raises:
         UnsupportedError: what :func:`~meshwright.serve.servable.check_servable` refuses.
@@ -61,11 +63,13 @@ class Runner:
         weights: Weights,
         num_blocks: int,
         block_size: int,
+        num_host_blocks: int = 0,
     ) -> None:
         check_servable(spec, strategy)
         self.spec = spec
         self.mesh = mesh
         self.dtype = DTYPES[strategy.recipe.parameter]
+        self._num_blocks = num_blocks
         self._step = Step()
         self._ropes: list[StepRope] = []
         pipeline.cut(model, spec, strategy, mesh[PP].index)
@@ -75,6 +79,7 @@ class Runner:
         held = (*placements(spec, strategy, mesh.coordinates), *_bias_placements(model, spec))
         _fill(model, held, weights, self.dtype, mesh.device)
         self.cache = self._page(model, num_blocks * block_size)
+        self.host = HostTier(self.cache, num_host_blocks, block_size) if num_host_blocks else None
         self._install_kernels(model, block_size)
         linear.pack(model)
         self._model = model.eval()
@@ -87,6 +92,11 @@ class Runner:
     def cache_bytes(self) -> int:
         """Of the keys and values on this rank."""
         return sum(layer.nbytes for layer in self.cache)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of the cache, on this rank."""
+        return self.cache_bytes // self._num_blocks
 
     def _page(self, model: nn.Module, num_slots: int) -> list[torch.Tensor]:
         """Put paged attention into every layer; the cache of each."""
@@ -122,11 +132,16 @@ class Runner:
         """Compute one step. All ranks call it with the same batch.
 
         Returns:
-            on the ranks of the first stage the logits [W, V] of the wanted rows, fp32 or wider; elsewhere None.
+            on the ranks of the first stage the logits [W, V] of the wanted rows, fp32 or wider, where there are any;
+            elsewhere None.
 
         Raises:
             RankError: another rank is lost.
         """
+        if self.host is not None:
+            self.host.move(batch)
+        if not batch.num_tokens:
+            return None
         pp, device = self.mesh[PP], self.mesh.device
         positions = torch.from_numpy(batch.positions).to(device)
         longest = int(batch.contexts.max())

@@ -1,8 +1,9 @@
-"""Which tokens run next: continuous batching, prompts in chunks, preemption by recomputation. Free of torch.
+"""Which tokens run next: continuous batching, prompts in chunks, preemption. Free of torch.
 
     add ─▶ waiting ──(blocks and tokens left)──▶ running ──▶ finished
               ▲                                     │
-              └──── preempted: blocks given up ─────┘   tokens are kept, and computed again later
+              └──── preempted: blocks given up ─────┘   tokens are kept; keys and values are computed again later,
+                                                        or wait in the host's memory (swap)
 
 A step computes one token of every running sequence that decodes, and fills what is left of its `step_tokens` with
 chunks of prompts. The order is that of arrival, moved by priorities: the first in the queue is never passed by one that
@@ -40,10 +41,25 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class Moves:
+    """Blocks that are copied before a step computes: (block of the cache, block of the host). First all that leave."""
+
+    out: list[tuple[int, int]] = field(default_factory=list)
+    back: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.out or self.back)
+
+
+@dataclass(slots=True)
 class Counts:
     """What has happened since the start."""
 
     preemptions: int = 0
+    swapped_out: int = 0
+    """Blocks copied to the host."""
+    swapped_back: int = 0
+    """Blocks copied from there."""
     prefix_queries: int = 0
     """Tokens of prompts that were looked for in the prefix cache."""
     prefix_hits: int = 0
@@ -60,11 +76,23 @@ class Scheduler:
         options: sizes.
         blocks: of the cache.
         clock: seconds; another one makes tests exact.
+        host: blocks of the host's memory, shared by nobody; None: preempted sequences are computed again.
+        pays: whether so many tokens are swapped rather than computed again.
     """
 
-    def __init__(self, options: ServeOptions, blocks: BlockManager, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        options: ServeOptions,
+        blocks: BlockManager,
+        clock: Callable[[], float] = monotonic,
+        host: BlockManager | None = None,
+        pays: Callable[[int], bool] = lambda num_tokens: True,
+    ) -> None:
         self.options = options
         self.blocks = blocks
+        self.host = host
+        self._pays = pays
+        self._moves = Moves()
         self.clock = clock
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -98,6 +126,7 @@ class Scheduler:
         sequence.finish = why
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._give_up(sequence)
+        self._leave_host(sequence)
         self.counts.finished[why] = self.counts.finished.get(why, 0) + 1
 
     def late(self) -> Iterator[Sequence]:
@@ -131,6 +160,11 @@ class Scheduler:
             self._admit(budget, chunks)
         return chunks
 
+    def take_moves(self) -> Moves:
+        """What is copied before the step that was planned last; every rank does, also where it computes nothing."""
+        moves, self._moves = self._moves, Moves()
+        return moves
+
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         while budget and len(self.running) < self.options.max_running:
             sequence = next((s for s in self.waiting if not _waits_for_leader(s)), None)
@@ -150,9 +184,10 @@ class Scheduler:
             return False
         self.blocks.hold(cached)
         sequence.blocks, sequence.chain = list(cached), list(chain)
-        sequence.num_computed = len(cached) * self.blocks.block_size
+        sequence.num_computed = max(len(cached) * self.blocks.block_size, sequence.num_swapped)
         grown = self._grow(sequence, len(tokens))
         assert grown
+        self._swap_back(sequence, len(cached))
         if sequence.started_s is None:
             sequence.started_s = self.clock()
             sequence.num_cached = sequence.num_computed
@@ -175,11 +210,36 @@ class Scheduler:
         back = sum(chunk.count for chunk in chunks if chunk.sequence is victim)
         chunks[:] = [chunk for chunk in chunks if chunk.sequence is not victim]
         self.running.remove(victim)
+        self._swap_out(victim)
         self._give_up(victim)
         victim.num_preemptions += 1
         self.counts.preemptions += 1
         insort(self.waiting, victim, key=_place)
         return back
+
+    def _swap_out(self, victim: Sequence) -> None:
+        """Keep what is computed of it on the host, where there is room and it pays."""
+        count = self.blocks.blocks_for(victim.num_computed)
+        if self.host is None or not count or not self._pays(victim.num_computed):
+            return
+        taken = self.host.take(count)
+        if taken is not None:
+            victim.host_blocks, victim.num_swapped = taken, victim.num_computed
+            self._moves.out += zip(victim.blocks, taken, strict=False)
+            self.counts.swapped_out += count
+
+    def _swap_back(self, sequence: Sequence, num_cached: int) -> None:
+        """What the host has of it, but for so many first blocks that the prefix cache has too."""
+        pairs = list(zip(sequence.blocks, sequence.host_blocks, strict=False))[num_cached:]
+        self._moves.back += pairs
+        self.counts.swapped_back += len(pairs)
+        self._leave_host(sequence)
+
+    def _leave_host(self, sequence: Sequence) -> None:
+        """Others may have its blocks there: what leaves in a step was planned before anything that comes back."""
+        if self.host is not None:
+            self.host.release(sequence.host_blocks)
+        sequence.host_blocks, sequence.num_swapped = [], 0
 
     def _give_up(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
