@@ -120,7 +120,7 @@ def test_replicas_that_share_experts_are_refused(tmp_path: Path):
 
 
 def test_memory_of_the_host_is_given_to_swapping_alone_and_not_more_than_there_is():
-    with pytest.raises(InputError, match=r"--swap-mib: with --preempt recompute nothing is swapped; add --preempt swap"):
+    with pytest.raises(InputError, match=r"--swap-mib: with --preempt recompute nothing is swapped; add"):
         _refuse_unused(context_of("--swap-mib", "64"), "recompute")
     _refuse_unused(context_of("--swap-mib", "64"), "auto")
     _refuse_unused(context_of(), "recompute")
