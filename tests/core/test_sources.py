@@ -154,6 +154,18 @@ def test_intra_link_is_what_is_reached_not_the_peak() -> None:
     assert load_cluster("8xl40s").intra_link.bandwidth_bytes_per_s == pytest.approx(1.2e9)
 
 
+def test_host_of_a_node_is_its_devices_shares(tmp_path: Path) -> None:
+    """By the data sheets; a cluster file's own figure wins; where nothing is known, nothing is stated."""
+    whole, half = load_cluster("8xh100"), load_cluster("2x4xa100")
+    assert (whole.host_memory_bytes, whole.host_bandwidth_bytes_per_s) == (2 * 10**12, 64e9)
+    assert (half.host_memory_bytes, half.host_bandwidth_bytes_per_s) == (10**12, 32e9)
+    file = tmp_path / "mine.toml"
+    file.write_text('num_nodes = 1\ndevices_per_node = 8\ndevice = "h100"\nhost_memory_bytes = 7\n')
+    assert load_cluster(str(file)).host_memory_bytes == 7
+    for name in ("8xv100", "8xgb200", "local:2"):
+        assert load_cluster(name).host_memory_bytes is None
+
+
 def test_v100_has_no_bf16() -> None:
     assert "bf16" not in load_cluster("8xv100").device.peak_flops_per_s
 

@@ -10,7 +10,7 @@ from meshwright.core.units import format_bytes
 from meshwright.planner.advise import advise
 from meshwright.planner.fix import parse_fix
 from meshwright.planner.price import price
-from meshwright.planner.rank import plan
+from meshwright.planner.rank import Options, plan
 from tests.shapes import make_model
 
 MODEL = make_model(name="wide", hidden_size=1024, num_layers=4, ffn_size=4096, num_heads=8, head_dim=128)
@@ -124,3 +124,34 @@ def test_advice_is_offered(small, job):
     words = dict(advise(MODEL, small, job))
     assert "offload" in words["S2"]
     assert "not offered" not in words["S2"]
+
+
+def stated(small, **more):
+    """A device whose host is known."""
+    return with_(small, **{"host_bandwidth_bytes_per_s": 1e10, "host_memory_bytes": 10**10, **more})
+
+
+def test_searched_as_a_last_resort(small, cluster, job):
+    """Where asked for, where nothing fits without, and where room and speed of the host are stated; said in words."""
+    may = Options(may_offload=True)
+    found = plan(MODEL, stated(small), job, options=may)
+    assert found.plan.strategy.offload == Offload(optimizer="cpu")
+    assert found.forecast.memory.host_bytes > 0
+    assert "Nothing fits without offload: the closest, " in found.plan.why
+    assert f"{format_bytes(found.forecast.memory.host_bytes)} of {format_bytes(10**10)}" in found.plan.why
+    assert "is not timed" not in found.plan.why
+    roomy = plan(MODEL, stated(cluster(1, 1)), job, options=may).plan
+    assert not roomy.strategy.offload.is_used
+    assert "offload:" not in roomy.why
+    for spec, options in ((stated(small), None), (small, may), (stated(small, host_memory_bytes=10**6), may)):
+        with pytest.raises(RuleError, match="does not fit"):
+            plan(MODEL, spec, job, options=options)
+
+
+def test_a_last_resort_offloads_no_more_than_it_takes(small, job):
+    """Less room on the device than gradients and parameters need: they go too. What is fixed stays."""
+    tiny = with_(stated(small), device=small.device.model_copy(update={"memory_bytes": SMALL * 6 // 10}))
+    moved = plan(MODEL, tiny, job, options=Options(may_offload=True)).plan.strategy.offload
+    assert moved.gradients == "cpu"
+    with pytest.raises(RuleError, match="does not fit"):
+        plan(MODEL, tiny, job, parse_fix(["offload=optimizer:cpu"]), Options(may_offload=True))

@@ -116,7 +116,8 @@ def _plan_training(
 
     wanted = parse_fix(fixed)
     ends = _measured_ends(search.balance_from, spec, wanted) if search.balance_from else None
-    options = Options(num_ranked=search.top, ends=ends, must=parse_must(search.must or ()))
+    must, may_offload = parse_must(search.must or ()), search.objective == "fastest"
+    options = Options(num_ranked=search.top, ends=ends, must=must, may_offload=may_offload)
     priced = _price(search.tokens, search.price)
     found = best(Wanted(spec, machines, job, wanted, options), search.objective, priced)
     result = found.result

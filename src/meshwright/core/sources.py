@@ -29,6 +29,8 @@ from meshwright.core.profile import OWN, Stack
 from meshwright.core.values import parse_json, parse_toml, read_text
 
 Table = dict[str, Any]
+HOST_SHARE = "host_memory_bytes_per_device"
+"""Key of a device of the catalogue: of a usual node's memory, one device's share."""
 
 
 # --- the catalogue -----------------------------------------------------------------------------------------
@@ -179,6 +181,9 @@ def _from_table(table: Table, where: str) -> ClusterSpec:
             raise InputError(f"{where}: `{key}` is 0: a cluster needs at least one device")
     if isinstance(table.get("device"), str):
         table = {**_device_defaults(table["device"], where), **{k: v for k, v in table.items() if k != "device"}}
+        own_bytes, per_node = table.pop(HOST_SHARE, None), table.get("devices_per_node")
+        if own_bytes and isinstance(per_node, int):
+            table.setdefault("host_memory_bytes", own_bytes * per_node)
     return ClusterSpec.parse(table, where)
 
 
@@ -189,7 +194,8 @@ def _device_defaults(name: str, where: str) -> Table:
     if name.lower() not in names:
         raise InputError(f"{where}: no device `{name}`; {_suggest(name.lower(), names)}")
     entry = {key: value for key, value in devices[names[name.lower()]].items() if key != "aliases"}
-    of_cluster = {key: entry.pop(key) for key in tuple(entry) if key in ClusterSpec.model_fields and key != "name"}
+    keys = {*ClusterSpec.model_fields, HOST_SHARE} - {"name"}
+    of_cluster = {key: entry.pop(key) for key in tuple(entry) if key in keys}
     links = {key: _link(of_cluster[key]) for key in ("intra_link", "inter_link")}
     return {**of_cluster, **links, "device": entry}
 

@@ -17,6 +17,7 @@ from meshwright.planner.advise import advise
 from meshwright.planner.balance import Ends
 from meshwright.planner.explain import explain
 from meshwright.planner.fix import check_fix
+from meshwright.planner.last_resort import in_words, offloading
 from meshwright.planner.must import Must
 from meshwright.planner.price import Forecast, is_long, num_cells
 from meshwright.planner.reorder import faster_order, in_order_of
@@ -43,6 +44,8 @@ class Options:
     """What each strategy must keep."""
     ends: Ends | None = None
     """What a run has measured: pipelines are cut by it, instead of evenly or by forecast."""
+    may_offload: bool = False
+    """Whether offload to the host is tried where nothing fits otherwise (:mod:`meshwright.planner.last_resort`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,13 @@ def plan(
     """
     options = options or Options()
     wanted = check_fix(fix or {})
-    search = searched(model, cluster, job, wanted, options.must, options.ends)
-    pricer = search.pricer
-    replayed = settle(search.fastest(), pricer.simulate, options.max_simulated)
+    search, without = searched(model, cluster, job, wanted, options.must, options.ends), ""
+    replayed = settle(search.fastest(), search.pricer.simulate, options.max_simulated)
     if not replayed:
-        raise nothing_fits(model, cluster, job, wanted, next(search.smallest()))
+        closest = next(search.smallest())
+        wanted, search, replayed = _offloaded(model, cluster, job, wanted, options, closest)
+        without = f" {in_words(replayed[0], closest, cluster)}"
+    pricer = search.pricer
     best = distinct(replayed, search, options.num_ranked)
     ranked = replay_small(best, pricer.simulate, options)
     if is_reordered(cluster, wanted):
@@ -103,7 +108,7 @@ def plan(
     advice = tuple(advise(model, cluster, job))
     why = explain(ranked[0], search, advice, is_reordered=is_reordered(cluster, wanted))
     return PlanResult(
-        plan=Plan(model=model, cluster=cluster, job=job, strategy=ranked[0].strategy, why=why),
+        plan=Plan(model=model, cluster=cluster, job=job, strategy=ranked[0].strategy, why=why + without),
         forecast=ranked[0],
         ranked=tuple(ranked),
         pareto=front,
@@ -111,6 +116,18 @@ def plan(
         advice=advice,
         num_priced=len(search.priced),
     )
+
+
+def _offloaded(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, wanted: Mapping[str, Any], options: Options, closest: Forecast
+) -> tuple[Mapping[str, Any], Search, list[Forecast]]:
+    """(what is fixed, search, what of it was replayed) with as little offloaded as it takes. Raises RuleError."""
+    if options.may_offload:
+        for fix, search in offloading(model, cluster, job, wanted, options.must, options.ends):
+            replayed = settle(search.fastest(), search.pricer.simulate, options.max_simulated)
+            if replayed:
+                return fix, search, replayed
+    raise nothing_fits(model, cluster, job, wanted, closest)
 
 
 def in_order(forecasts: Iterable[Forecast]) -> list[Forecast]:
