@@ -27,10 +27,13 @@ LEAST = 0.2
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A plan without pipeline stages, and the seconds of its step."""
+    """A plan, and the seconds of its step."""
 
     plan: Plan
     seconds: float
+    """Median."""
+    turns_s: tuple[float, ...] = ()
+    """Of each step, in turn with those of other plans."""
 
 
 def with_steps(cluster: ClusterSpec, steps: Sequence[TimedStep]) -> ClusterSpec:

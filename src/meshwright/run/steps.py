@@ -78,7 +78,7 @@ def time_steps(plans: Sequence[Plan], turns: int, told: Callable[[str], None]) -
             seconds = _one_step(engine, _batch(plan, turn, engine), world)
             if turn >= WARM_UP:
                 found[index].append(seconds)
-    return tuple(TimedStep(plan, statistics.median(times)) for plan, times in zip(plans, found, strict=True))
+    return tuple(TimedStep(plan, statistics.median(each), tuple(each)) for plan, each in zip(plans, found, strict=True))
 
 
 def _batch(plan: Plan, turn: int, engine: Engine) -> list[MicroBatch]:
