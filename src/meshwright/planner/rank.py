@@ -92,7 +92,7 @@ def plan(
             the memory (rule `memory`).
     """
     options = options or Options()
-    wanted = check_fix(fix or {})
+    wanted: Mapping[str, Any] = check_fix(fix or {})
     search, without = searched(model, cluster, job, wanted, options.must, options.ends), ""
     replayed = settle(search.fastest(), search.pricer.simulate, options.max_simulated)
     if not replayed:
