@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.mesh import Mesh
 from meshwright.core.batch import MicroBatch
@@ -109,6 +110,31 @@ def test_bucket_goes_only_after_its_last_write(
     engine.forward_backward(micro_batches(model, 3))
     assert at_launch == expected
     assert any(during_backward)
+
+
+class Products(TorchDispatchMode):
+    """Names the matrix products that run inside it."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+            self._found.append("into its bucket" if func is torch.ops.aten.addmm_.default else "of the input")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["head.weight", "layers.0.mlp.down.weight"])
+def test_weight_gradient_comes_before_that_of_the_input(name: str) -> None:
+    states = engine_of(llama()).parallel.states
+    ((layer, _),), sink, weight = states.owners[name], states.sinks[name], states.parameters[name]
+    out = layer(torch.randn(1, SEQ_LENGTH, weight.shape[1], dtype=weight.dtype, requires_grad=True))
+    order: list[str] = []
+    sink.on_written = lambda: order.append("reported")
+    with Products(order):
+        out.sum().backward()
+    assert order == ["into its bucket", "reported", "of the input"]
 
 
 def test_step_without_counted_tokens_leaves_no_old_gradient() -> None:

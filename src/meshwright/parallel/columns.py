@@ -4,7 +4,8 @@
     backward    start to gather X again │ dX = dY1·W1 + dY2·W2 + ..., start its sum over tp │ dW1, dW2, ... │ wait
 
 So the sum of dX is on its way while the weight gradients are computed, and one sum serves all layers. With sequence
-parallelism only this rank's tokens of X are kept; the others' are gathered again while dX is computed.
+parallelism only this rank's tokens of X are kept; the others' are gathered again while dX is computed. A rank that has
+nothing to sum computes dW1, dW2, ... first: what dp sums of them leaves while dX is computed.
 
 What it needs: nothing more than `parallel.tensor`. What it costs: over tp an all-reduce of X's size in backward, or
 with sequence parallelism an all-gather in forward, and in backward an all-gather and a reduce-scatter.
@@ -141,7 +142,11 @@ class _Columns(torch.autograd.Function):
         written = [(ctx.sinks[i], rows[i]) for i in trained if ctx.sinks[i] is not None]
         is_later = region.products.is_postponed and len(written) == len(trained)
         whole = region.whole_start(x) if trained and not is_later else None
-        summed = region.sum_start(_of_input(rows, weights).view(*grads[0].shape[:-1], -1)) if needs_x else None
+
+        def start_of_input() -> Wait | None:
+            return region.sum_start(_of_input(rows, weights).view(*grads[0].shape[:-1], -1)) if needs_x else None
+
+        summed = None if region.is_alone else start_of_input()
         found: list[torch.Tensor | None] = [None] * len(needs)
         for i in range(len(rows)):
             found[2 * i + 1] = rows[i].sum(0) if needs[2 * i + 1] else None
@@ -152,6 +157,8 @@ class _Columns(torch.autograd.Function):
                 found[2 * i] = rows[i].t() @ inputs if ctx.sinks[i] is None else None
         elif trained:
             region.products.postpone(written, x, lambda: region.whole_start(x)().reshape(-1, x.shape[-1]))
+        if region.is_alone:
+            summed = start_of_input()
         return summed() if summed else None, None, None, *found
 
 

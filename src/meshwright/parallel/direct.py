@@ -8,6 +8,7 @@ that adds it, and the zeroing; of an embedding, a dense gradient of the whole ta
 What it needs: weights that are used by the layers below only, each once per micro-batch. Biases, norms and learned
 positions are left to autograd.
 What it costs: nothing; the same tensors are kept for backward. Measured in `docs/performance.md`.
+dW is written before dX is computed, so that its bucket leaves the earlier.
 
 Where a schedule splits backward, I computes dX and postpones the product: x and the gradient are kept until W computes
 dW from them. Biases, norms and look-ups are part of I.
@@ -54,9 +55,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grads = grad.reshape(-1, grad.shape[-1])
-        grad_x = (grads @ weight).view_as(x) if needs_x else None
         if needs_weight:
             ctx.products.add([(ctx.sink, grads)], x.reshape(-1, x.shape[-1]))
+        grad_x = (grads @ weight).view_as(x) if needs_x else None
         return grad_x, None, grads.sum(0) if needs_bias else None, None, None
 
 
