@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError
 from meshwright.models.functions import rms_norm, swiglu
 from meshwright.run.serving import _plainly
 from meshwright.serve import layers, linear, native
-from meshwright.serve.native import DecodeStep, Kernels
+from meshwright.serve.native import NativeStep, Kernels
 from tests.models.tiny import SPECS, random_model
 from tests.serve.test_engine import GREEDY, alone, make, prompts_of, tokens
 
@@ -46,7 +46,8 @@ def attended(kernels: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, si
     torch.set_num_threads(threads)
     try:
         shape = (heads, kv_heads, size, block)
-        step = DecodeStep(None, slots, rows, torch.tensor(contexts), firsts, blocks, shape)
+        none = torch.empty(0, dtype=torch.int64)
+        step = NativeStep(None, slots, rows, torch.tensor(contexts), firsts, none, rows, blocks, shape)
         kernels.attention(step, q, k, v, cache[0], cache[1], out)
     finally:
         torch.set_num_threads(before)
@@ -68,6 +69,53 @@ def test_attention_reads_the_cache_by_its_blocks(kernels, dtype, heads, kv_heads
         found, expected = attended(kernels, dtype, heads, kv_heads, size, block, threads)
         torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     assert (found[1] - expected[2]).abs().max() > 0.1, "a control: rows differ"
+
+
+def chunks_attended(kernels: Kernels, dtype: torch.dtype, heads: int, kv_heads: int, size: int, cuts: list[int]):
+    """Attention of one prompt in chunks that end at `cuts`, and by PyTorch in float64."""
+    generator, block = torch.Generator().manual_seed(0), 16
+    length = cuts[-1]
+    blocks = torch.randperm(-(-length // block) + 2, generator=generator)
+    cache = torch.full((2, len(blocks) * block, kv_heads, size), torch.nan, dtype=dtype)
+    wide = torch.randn(length, (heads + 2 * kv_heads) * size, generator=generator).to(dtype)
+    found, none = [], torch.empty(0, dtype=torch.int64)
+    for start, end in zip([0, *cuts], cuts):
+        positions = torch.arange(start, end)
+        slots = blocks[1 + positions // block] * block + positions % block
+        q, k, v = wide[start:end].clone().split([heads * size, kv_heads * size, kv_heads * size], -1)
+        chunks = torch.tensor([[0, end - start, end, 1]])
+        step = NativeStep(None, slots, none, none, none, chunks, none, blocks, (heads, kv_heads, size, block))
+        found.append(torch.full_like(q, torch.nan, memory_format=torch.contiguous_format))
+        kernels.attention(step, q, k, v, cache[0], cache[1], found[-1])
+    q, k, v = wide.double().split([heads * size, kv_heads * size, kv_heads * size], -1)
+    q, k, v = (side.unflatten(-1, (-1, size)).transpose(0, 1)[None] for side in (q, k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return torch.cat(found), expected[0].transpose(0, 1).flatten(1)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (6, 2, 8), (5, 1, 20)])
+def test_chunks_of_prompts_attend_by_their_blocks(kernels, dtype, heads, kv_heads, size):
+    found, expected = chunks_attended(kernels, dtype, heads, kv_heads, size, [7, 55, 130])
+    torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    at_once, _ = chunks_attended(kernels, dtype, heads, kv_heads, size, [130])
+    assert torch.equal(found, at_once), "however a prompt is cut"
+    assert (found[1:] - found[:-1]).abs().amax(1).min() > 1e-3, "a control: rows differ"
+
+
+@DTYPES
+@pytest.mark.parametrize(("outputs", "inputs"), [(61, 33), (16, 96), (96, 64)])
+def test_products_by_lanes(kernels, dtype, outputs, inputs):
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    product, without = linear.LaneProduct(kernels, weight, bias), linear.LaneProduct(kernels, weight, None)
+    close = {"atol": 20 * TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    for rows in (1, 5, 12, 13, 32, 70):
+        x = torch.randn(1, rows, inputs).to(dtype)
+        expected = x.double() @ weight.double().t()
+        torch.testing.assert_close(product(x).double(), expected + bias.double(), **close)
+        torch.testing.assert_close(without(x).double(), expected, **close)
+    assert (product(x) - without(x)).abs().max() > 0.1, "a control: the bias counts"
+    assert torch.equal(product(x[:, -1:]), product(x)[:, -1:]), "a row does not depend on its neighbours"
 
 
 @DTYPES
@@ -119,8 +167,8 @@ def test_products_by_tiles(kernels, outputs, inputs):
 
 
 def logits_of(model, rows: int, stacked: bool, threads: int) -> tuple[list[torch.Tensor], int]:
-    """Of every step while several prompts are answered, and how many of them were one call."""
-    engine = make(model, num_blocks=4 * rows, step_tokens=rows)
+    """Of every step while prompts come in chunks and are answered, and how many of them were one call."""
+    engine = make(model, num_blocks=40 + 4 * rows, step_tokens=rows + 8)
     runner, found, calls = engine.runner, [], []
     stack, run = runner._stack, runner.run
     assert stack is not None
@@ -129,23 +177,27 @@ def logits_of(model, rows: int, stacked: bool, threads: int) -> tuple[list[torch
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        engine.generate(prompts_of(model, *[2 + at % 3 for at in range(rows)]), GREEDY)
+        engine.generate(prompts_of(model, *[2 + at % 3 for at in range(rows)], 41), GREEDY)
     finally:
         torch.set_num_threads(before)
+    assert not stacked or len(calls) == len(found)
     return [logits for logits in found if logits is not None], len(calls)
 
 
+@DTYPES
+@pytest.mark.parametrize("has_tiles", [True, False], ids=["tiles", "lanes"])
 @pytest.mark.parametrize(
     ("name", "loads"), [("llama-tied-scaled", (1, 33)), ("llama-biases", (5,)), ("qwen3-wide-heads", (5,))]
 )
-def test_a_step_in_one_call_is_that_of_the_layers(kernels, name, loads):
-    if not kernels.has_tiles:
+def test_a_step_in_one_call_is_that_of_the_layers(kernels, monkeypatch, name, loads, has_tiles, dtype):
+    if has_tiles and (dtype != torch.bfloat16 or not kernels.has_tiles):
         pytest.skip("no matrix tiles here")
-    model = random_model(SPECS[name].model_copy(update={"ffn_size": 64}), torch.bfloat16)
+    monkeypatch.setattr(kernels, "has_tiles", has_tiles)
+    model = random_model(SPECS[name].model_copy(update={"ffn_size": 64 if has_tiles else 40}), dtype)
     for rows in loads:
         found, num_calls = logits_of(model, rows, True, threads=1 + rows % 2)
         expected, none = logits_of(model, rows, False, threads=1)
-        assert num_calls >= 8, "a step that only decodes is one call"
+        assert num_calls >= 8, "every step is one call"
         assert not none
         assert len(found) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(found, expected))
@@ -155,7 +207,7 @@ def test_a_step_in_one_call_is_that_of_the_layers(kernels, name, loads):
 def test_what_a_step_in_one_call_does_not_know_runs_by_layers(kernels):
     for name in ("gpt2", "mixtral", "deepseek-v3"):
         assert make(random_model(SPECS[name], torch.bfloat16)).runner._stack is None
-    assert make(random_model(SPECS["llama"])).runner._stack is None, "fp32"
+    assert make(random_model(SPECS["llama"], torch.float64)).runner._stack is None
 
 
 def test_models_of_every_kind_run_plainly_too(monkeypatch):

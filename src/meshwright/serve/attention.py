@@ -2,8 +2,8 @@
 
     k, v of this step ─write─▶ cache [slots, g, d] ─read by block table─▶ softmax(q·kᵀ/√d)·v per sequence
 
-Rows that decode read the cache in place where there are compiled kernels (`serve.layers`); the plain way gathers their
-keys and values into one padded batch. Chunks of prompts attend one by one, and gather only what earlier steps wrote.
+Compiled kernels read the cache in place (`serve.layers`). The plain way gathers keys and values of the rows that decode
+into one padded batch; chunks of prompts attend one by one, and gather only what earlier steps wrote.
 
 Shapes: T tokens of the step, a query heads, g key/value heads, d head dim.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.serve.batch import Batch
-from meshwright.serve.native import DecodeStep
+from meshwright.serve.native import NativeStep
 
 
 class Step:
@@ -31,20 +31,19 @@ class Step:
         """Of each chunk of several tokens: its rows, the slots of its context, and its mask [count, context]; None
         where its first token is the first of the prompt."""
         self.native: tuple[int, int, int, int] | None = None
-        """Query heads, key/value heads, head dim and block size, where kernels attend for rows that decode."""
-        self.decode: DecodeStep | None = None
+        """Query heads, key/value heads, head dim and block size, where kernels attend."""
+        self.arrays: NativeStep | None = None
         """What the kernels read."""
 
     def begin(self, batch: Batch, device: torch.device) -> None:
         """Take over the next batch; with kernels, after the rotary positions."""
         self.slots = torch.from_numpy(batch.slots).to(device)
-        single = np.flatnonzero(batch.counts == 1)
         self.decode_rows = None
         if self.native is not None:
-            of_rows = batch.first_rows[single], batch.contexts[single], batch.first_blocks[single], batch.blocks
-            arrays = (torch.from_numpy(array) for array in of_rows)
-            self.decode = DecodeStep(self.rotary, self.slots, *arrays, self.native)
-        elif len(single):
+            self.arrays = native_step(batch, self.rotary, self.slots, self.native)
+            return
+        single = np.flatnonzero(batch.counts == 1)
+        if len(single):
             slots, counted = batch.padded_slots(single)
             self.decode_rows = torch.from_numpy(batch.first_rows[single]).to(device)
             self.decode_slots = torch.from_numpy(slots).to(device)
@@ -60,6 +59,21 @@ class Step:
         slots = torch.from_numpy(batch.context_slots(chunk)).to(device)
         mask = torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)
         return slice(row, row + count), slots, mask
+
+
+def native_step(
+    batch: Batch,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    slots: torch.Tensor,
+    shape: tuple[int, int, int, int],
+) -> NativeStep:
+    """A batch as the kernels read it. Arguments as of :class:`~meshwright.serve.native.NativeStep`."""
+    single, several = np.flatnonzero(batch.counts == 1), np.flatnonzero(batch.counts > 1)
+    of_chunks = batch.first_rows, batch.counts, batch.contexts, batch.first_blocks
+    chunks = np.stack([of[several] for of in of_chunks], axis=1)
+    of_rows = batch.first_rows[single], batch.contexts[single], batch.first_blocks[single]
+    arrays = (torch.from_numpy(array) for array in (*of_rows, chunks, batch.wanted, batch.blocks))
+    return NativeStep(rotary, slots, *arrays, shape)
 
 
 class StepRope(nn.Module):

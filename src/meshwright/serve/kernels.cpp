@@ -1,15 +1,18 @@
-// The kernels of `kernels.hpp`, by dtype.
+// The kernels of `kernels.hpp` and `attention.hpp`, by dtype.
 
-#include "kernels.hpp"
+#include "attention.hpp"
+
+template void Attention::run(long, const Rows<float> &) const;
+template void Attention::run(long, const Rows<BFloat16> &) const;
 
 extern "C" {
 void attention_float32(const Step *step, float *q, float *k, const float *v, long q_stride, long k_stride,
                        long v_stride, float *keys, float *values, float *out) {
-    run(*step, q, k, v, q_stride, k_stride, v_stride, keys, values, out);
+    attend_step(*step, q, k, v, q_stride, k_stride, v_stride, keys, values, out);
 }
 void attention_bfloat16(const Step *step, BFloat16 *q, BFloat16 *k, const BFloat16 *v, long q_stride, long k_stride,
                         long v_stride, BFloat16 *keys, BFloat16 *values, BFloat16 *out) {
-    run(*step, q, k, v, q_stride, k_stride, v_stride, keys, values, out);
+    attend_step(*step, q, k, v, q_stride, k_stride, v_stride, keys, values, out);
 }
 void norm_float32(const float *x, const float *weight, float *out, long rows, long size, float eps, long threads) {
     norm(x, weight, out, rows, size, eps, threads);

@@ -246,50 +246,6 @@ static void attend_of(const T *q, T *out, const T *keys, const T *values, const 
     }
 }
 
-// What a step is, for one layer after the other. Rows are tokens; `rows` are those that decode.
-struct Step {
-    const float *cos, *sin;   // [num_tokens, dim] and [num_tokens, dim / 2], or null
-    const int64_t *slots;     // [num_tokens]
-    const int64_t *rows;      // [num_rows]
-    const int64_t *contexts;  // [num_rows] tokens that each looks at
-    const int64_t *firsts;    // [num_rows] where its blocks begin
-    const int64_t *blocks;
-    long num_tokens, num_rows;
-    Shape shape;
-    long threads;
-};
-
-// Into how many parts the heads of a row are cut, so that all threads have enough to do.
-static long parts_of(const Step &step) {
-    if (!step.num_rows || step.num_rows >= 4 * step.threads) return 1;
-    long wanted = (4 * step.threads + step.num_rows - 1) / step.num_rows;
-    return wanted < step.shape.kv_heads ? wanted : step.shape.kv_heads;
-}
-
-template <typename T>
-static void run(const Step &step, T *q, T *k, const T *v, long q_stride, long k_stride, long v_stride, T *keys,
-                T *values, T *out) {
-    const Shape &shape = step.shape;
-    long own = shape.kv_heads * shape.dim, out_stride = shape.heads * shape.dim;
-    long parts = parts_of(step);
-#pragma omp parallel num_threads(step.threads)
-    {
-#pragma omp for schedule(static)
-        for (long row = 0; row < step.num_tokens; row++) {
-            const float *cos = step.cos ? step.cos + row * shape.dim : nullptr;
-            const float *sin = step.sin ? step.sin + row * (shape.dim / 2) : nullptr;
-            enter(q + row * q_stride, k + row * k_stride, v + row * v_stride, cos, sin, keys + step.slots[row] * own,
-                  values + step.slots[row] * own, shape.heads, shape.kv_heads, shape.dim);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (long task = 0; task < step.num_rows * parts; task++) {
-            long at = task / parts, part = task % parts, row = step.rows[at];
-            attend_of(q + row * q_stride, out + row * out_stride, keys, values, step.blocks + step.firsts[at],
-                      step.contexts[at], shape, part * shape.kv_heads / parts, (part + 1) * shape.kv_heads / parts);
-        }
-    }
-}
-
 // One row; `out` may be `x`.
 template <typename T>
 static void norm_row(const T *x, const T *weight, T *out, long size, float eps) {
@@ -347,7 +303,7 @@ static void largest_of(const float *row, long size, float &value, int64_t &place
     place = first;
 }
 
-static void largest(const float *rows, float *values, int64_t *places, long num_rows, long size, long threads) {
+static inline void largest(const float *rows, float *values, int64_t *places, long num_rows, long size, long threads) {
 #pragma omp parallel for num_threads(threads) if (num_rows * size > ENOUGH * 8)
     for (long row = 0; row < num_rows; row++) largest_of(rows + row * size, size, values[row], places[row]);
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.models.decoder import MLP, Attention, RMSNorm
-from meshwright.serve.attention import Step, attend_prompts
+from meshwright.serve.attention import Step
 from meshwright.serve.native import NAMES, Kernels
 
 
@@ -67,11 +67,8 @@ class NativeAttention(nn.Module):
                     ((plain.q_norm, q), (plain.k_norm, k)))  # fmt: skip
         q, k, v = q[0], k[0], v[0]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        assert step.decode is not None
-        self._kernels.attention(step.decode, q, k, v, self.keys, self.values, out)
-        if step.prompts:
-            heads = (y.unflatten(-1, (-1, plain.head_dim)) for y in (q, k, v, out))
-            attend_prompts(step, *heads, self.keys, self.values)
+        assert step.arrays is not None
+        self._kernels.attention(step.arrays, q, k, v, self.keys, self.values, out)
         return plain.o(out[None])
 
 

@@ -1,9 +1,10 @@
 """Products with weights that are laid out once for the processor: the one place that chooses how.
 
-oneDNN reads a weight of a small batch at the speed of memory only where it lies in blocks. The layout is made by
-operators that PyTorch uses itself but does not promise to keep; where they are missing, or refuse a weight, the plain
-product stays. In bf16 on processors with matrix tiles the product is a kernel of `serve.native`. Layers of one input
-are one product, whose output's columns are q, k and v, or gate and up.
+Where there are kernels (`serve.native`), they multiply: in bf16 by matrix tiles where the processor has them, else in
+vectors of its own width. Without kernels the layout is oneDNN's, which reads a weight of a small batch at the speed of
+memory only where it lies in blocks; it is made by operators that PyTorch uses itself but does not promise to keep: where
+they are missing, or refuse a weight, the plain product stays. Layers of one input are one product, whose output's
+columns are q, k and v, or gate and up.
 
     bf16, 768 × 2304 of many, one thread, µs   1 row   16 rows   32 rows   256 rows
     plain                                        469       520       577       1492
@@ -23,7 +24,7 @@ from meshwright.comm.differentiable import reduce_from
 from meshwright.models.decoder import MLP, Attention
 from meshwright.models.latent import Latents
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from meshwright.serve.native import PANEL, Kernels, LargePages, in_tiles, kernels
+from meshwright.serve.native import NAMES, PANEL, Kernels, LargePages, in_lanes, in_tiles, kernels
 
 Parallel = ColumnParallelLinear | RowParallelLinear
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
@@ -77,13 +78,30 @@ class TileProduct:
         return self._product(x, self.weight, self.bias, self.num_outputs)
 
 
+class LaneProduct:
+    """x [.., in] · Wᵀ + b in fp32 or bf16, with W in panels as wide as two of the processor's vectors."""
+
+    def __init__(
+        self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, pages: LargePages | None = None
+    ) -> None:
+        self._product = kernels.lanes_product
+        self.num_outputs, self.num_inputs = weight.shape
+        self.weight = in_lanes(weight, kernels.lanes_panel, pages)
+        self.bias = None if bias is None else F.pad(bias.float(), (0, -len(weight) % kernels.lanes_panel))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self.weight, self.bias, self.num_outputs)
+
+
 def product_of(
     weight: torch.Tensor, bias: torch.Tensor | None, pages: LargePages | None = None
-) -> TileProduct | PackedProduct:
+) -> TileProduct | LaneProduct | PackedProduct:
     """The fastest product with a weight [out, in] that this machine has. Raises RuntimeError where there is none."""
     found = kernels()
     if found is not None and found.has_tiles and weight.dtype == torch.bfloat16 and weight.shape[1] % PANEL == 0:
         return TileProduct(found, weight, bias, pages)
+    if found is not None and weight.dtype in NAMES:
+        return LaneProduct(found, weight, bias, pages)
     return PackedProduct(weight, bias)
 
 
@@ -124,7 +142,7 @@ def pack(model: nn.Module) -> int:
 
     The plain weight of a packed layer is given up, unless it is an embedding's too.
     """
-    if not torch.backends.mkldnn.is_available():
+    if kernels() is None and not torch.backends.mkldnn.is_available():
         return 0
     num_packed, pages = 0, LargePages()
     try:

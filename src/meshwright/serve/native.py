@@ -1,7 +1,7 @@
-"""Kernels for what a step does between its products, and for products in bf16 on processors with matrix tiles, compiled
-on this machine: the one place that chooses them.
+"""Kernels for what a step does, compiled on this machine: the one place that chooses them.
 
-`kernels.cpp`, `products.cpp` and `steps.cpp` are compiled once with the machine's own compiler, for its own processor,
+`kernels.cpp` (attention, norms, gates), `products.cpp` (bf16 on processors with matrix tiles), `lanes.cpp` (products on
+any processor) and `steps.cpp` (whole steps) are compiled once with the machine's own compiler, for its own processor,
 and kept in the user's cache. Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and
 everything runs as plain PyTorch. The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch
 has loaded.
@@ -27,12 +27,14 @@ import torch
 
 from meshwright.core.errors import InputError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "steps.cpp"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.hpp", "products.hpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "lanes.cpp", "steps.cpp"))
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.hpp", "lanes.hpp", "chunks.hpp", "attention.hpp", "products.hpp")
+)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 FLAGS_OF_X86 = ("-mprefer-vector-width=512",)
-COMPILE_S = 60
+COMPILE_S = 120
 """A compiler that takes longer is given up."""
 SWITCH = "MESHWRIGHT_KERNELS"
 """Environment variable: set to `plain` to serve without compiled kernels."""
@@ -50,25 +52,29 @@ class _Shape(Structure):
     _fields_ = [(name, c_long) for name in ("heads", "kv_heads", "dim", "block_size")]
 
 
+_ARRAYS = ("cos", "sin", "slots", "rows", "contexts", "firsts", "chunks", "wanted", "blocks")
+
+
 class _Step(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("cos", "sin", "slots", "rows", "contexts", "firsts", "blocks")),
-        ("num_tokens", c_long),
-        ("num_rows", c_long),
+        *((name, c_void_p) for name in _ARRAYS),
+        *((name, c_long) for name in ("num_tokens", "num_rows", "num_chunks", "num_wanted")),
         ("shape", _Shape),
         ("threads", c_long),
     ]
 
 
-class DecodeStep:
-    """What attention of a step needs beside its tensors, made once for all layers.
+class NativeStep:
+    """What the kernels need of a step beside its tensors, made once for all layers.
 
     Args:
         rotary: cos [T, 1, d] and sin [T, 1, d/2], fp32; None: positions do not turn.
         slots: [T] of the cache, where each token's keys and values go.
-        rows: [n] tokens that are alone of their sequence, and attend here.
+        rows: [n] tokens that are alone of their sequence.
         contexts: [n] tokens that each looks at, itself included.
         firsts: [n] where its blocks begin in `blocks`.
+        chunks: [m, 4] of several tokens: first row, rows, tokens that the last row looks at, where its blocks begin.
+        wanted: [w] rows whose logits are wanted.
         blocks: of the cache. All are int64.
         shape: query heads, key/value heads, head dim, block size.
     """
@@ -80,13 +86,17 @@ class DecodeStep:
         rows: torch.Tensor,
         contexts: torch.Tensor,
         firsts: torch.Tensor,
+        chunks: torch.Tensor,
+        wanted: torch.Tensor,
         blocks: torch.Tensor,
         shape: tuple[int, int, int, int],
     ) -> None:
         cos, sin = rotary or (None, None)
-        self._kept = cos, sin, slots, rows, contexts, firsts, blocks  # they outlive the pointers
+        self._kept = cos, sin, slots, rows, contexts, firsts, chunks, wanted, blocks  # they outlive the pointers
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._kept]
-        self.c = _Step(*pointers, len(slots), len(rows), _Shape(*shape), torch.get_num_threads())
+        sizes = (len(kept) for kept in (slots, rows, chunks, wanted))
+        self.c = _Step(*pointers, *sizes, _Shape(*shape), torch.get_num_threads())
+        self.num_wanted = len(wanted)
         self.reference = byref(self.c)
 
 
@@ -107,14 +117,17 @@ class Kernels:
         self._product.argtypes = [pointer, pointer, pointer, pointer, pointer, c_long, c_long, c_long, c_long]
         self._product.restype = None
         self.has_tiles = bool(library.product_usable())
-        """Whether :meth:`product` and :meth:`run_stack` can be used."""
+        """Whether :meth:`product` can be used."""
+        self.lanes_panel = int(library.lanes_panel())
+        """Outputs of a panel of a weight for :meth:`lanes_product`."""
+        self._lanes_product = _by_dtype(library, "lanes_product", [*[pointer] * 5, *[c_long] * 4])
         self._stack_room, self._stack_run = library.stack_room, library.stack_run
         self._stack_room.argtypes, self._stack_room.restype = [pointer, POINTER(_Step)], c_long
         self._stack_run.argtypes, self._stack_run.restype = [pointer, POINTER(_Step), pointer, pointer, pointer], None
 
     def attention(
         self,
-        step: DecodeStep,
+        step: NativeStep,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -122,12 +135,12 @@ class Kernels:
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Turn queries and keys to their positions in place, write the cache, attend for the rows that decode.
+        """Turn queries and keys to their positions in place, write the cache, attend.
 
         Args:
             q: [T, a·d]; k and v: [T, g·d].
             keys: the layer's cache [slots, g, d], and values.
-            out: [T, a·d]; rows of `step` are written.
+            out: [T, a·d], written.
         """
         self._attention[q.dtype](
             step.reference, q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
@@ -181,19 +194,38 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def stack_room_bytes(self, stack: Structure, step: DecodeStep) -> int:
+    def lanes_product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
+    ) -> torch.Tensor:
+        """x [.., in] · Wᵀ + b, [.., out], in the dtype of x.
+
+        Args:
+            weight: as :func:`in_lanes` lays it out.
+            bias: fp32, as long as whole panels.
+        """
+        x = x.contiguous()
+        size = x.shape[-1]
+        room = None if x.dtype == torch.float32 else torch.empty(x.numel())
+        out = x.new_empty(*x.shape[:-1], num_outputs)
+        self._lanes_product[x.dtype](
+            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            None if room is None else room.data_ptr(), x.numel() // size, size, num_outputs, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def stack_room_bytes(self, stack: Structure, step: NativeStep) -> int:
         """Bytes of the room that :meth:`run_stack` needs for a step."""
         return int(self._stack_room(addressof(stack), step.reference))
 
     def run_stack(
-        self, stack: Structure, step: DecodeStep, tokens: torch.Tensor, logits: torch.Tensor, room: torch.Tensor
+        self, stack: Structure, step: NativeStep, tokens: torch.Tensor, logits: torch.Tensor, room: torch.Tensor
     ) -> None:
-        """A step whose rows all decode, from the embedding to the logits.
+        """A step from the embedding to the logits.
 
         Args:
             stack: of :mod:`meshwright.serve.stack`.
             tokens: [T], int64, all of the vocabulary.
-            logits: [T, V], fp32, written.
+            logits: [W, V] of the wanted rows, fp32, written.
             room: as many bytes as :meth:`stack_room_bytes` says.
         """
         self._stack_run(addressof(stack), step.reference, tokens.data_ptr(), logits.data_ptr(), room.data_ptr())
@@ -237,6 +269,14 @@ def in_tiles(weight: torch.Tensor, pages: LargePages | None = None) -> torch.Ten
         weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
     tiles = weight.view(-1, 2, TILE, weight.shape[1] // PANEL, TILE, 2).permute(0, 3, 1, 4, 2, 5)
     return (pages or LargePages()).take(tiles)
+
+
+def in_lanes(weight: torch.Tensor, panel: int, pages: LargePages | None = None) -> torch.Tensor:
+    """A weight [out, in] as `lanes.hpp` reads it: panels of outputs [in, panel], the last one filled with zeros."""
+    missing = -len(weight) % panel
+    if missing:
+        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
+    return (pages or LargePages()).take(weight.unflatten(0, (-1, panel)).transpose(1, 2))
 
 
 def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> dict[torch.dtype, ctypes._CFuncPtr]:

@@ -149,9 +149,10 @@ class Runner:
             dtype = torch.float32 if self._step.native else self.dtype
             rope.begin(positions, _round_up(longest, self.spec.max_positions), dtype)
         self._step.begin(batch, device)
-        if self._stack is not None and not self._step.prompts and len(batch.wanted) == batch.num_tokens:
-            assert self._step.decode is not None
-            return self._stack(torch.from_numpy(batch.tokens), self._step.decode)
+        if self._stack is not None:
+            assert self._step.arrays is not None
+            logits = self._stack(torch.from_numpy(batch.tokens), self._step.arrays)
+            return logits if len(logits) else None
         x = self._enter(batch, positions)
         for layer in self._model.layers.values():
             x = layer(x)

@@ -1,7 +1,8 @@
-"""A whole step in one call, where all rows decode: a model's layers as `steps.cpp` reads them.
+"""A whole step in one call: a model's layers as `steps.cpp` reads them.
 
-Between two products of one request there is less to compute than Python takes to ask for it. The modules of
-`serve.layers` are what runs other steps, and what this gives row by row.
+Between two products of one request there is less to compute than Python takes to ask for it, and where another process
+has a core, each of dozens of parallel regions waits for it. The modules of `serve.layers` run models that this does not
+know, and give the same, to the bit.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import nn
 
 from meshwright.models.decoder import DecoderLayer
 from meshwright.serve.layers import NativeAttention, NativeMLP, NativeNorm
-from meshwright.serve.linear import JoinedProjections, PackedLinear, TileProduct
-from meshwright.serve.native import DecodeStep, Kernels, kernels
+from meshwright.serve.linear import JoinedProjections, LaneProduct, PackedLinear, TileProduct
+from meshwright.serve.native import NativeStep, Kernels, kernels
 
 
 class _Product(Structure):
@@ -31,6 +32,7 @@ class _Layer(Structure):
 
 class _Stack(Structure):
     _fields_ = [
+        ("kind", c_long),
         ("layers", POINTER(_Layer)),
         *((name, c_long) for name in ("num_layers", "hidden", "ffn")),
         *((name, c_float) for name in ("eps", "head_eps")),
@@ -40,13 +42,17 @@ class _Stack(Structure):
     ]
 
 
+TILES, LANES_BFLOAT16, LANES_FLOAT32 = range(3)
+"""How a stack's products are computed: `Kind` of `steps.cpp`."""
+
+
 class Stack:
-    """Embedding, layers, the last norm and the head of a model in bf16, whose modules are those of `serve.layers`.
+    """Embedding, layers, the last norm and the head of a model whose modules are those of `serve.layers`.
 
     Args:
         model: with kernels and packed weights.
         caches: of each layer.
-        kernels: with tiles.
+        kernels: compiled.
     """
 
     def __init__(self, model: nn.Module, caches: list[torch.Tensor], kernels: Kernels) -> None:
@@ -59,31 +65,39 @@ class Stack:
         q_norm = first.attention.plain.q_norm
         self._num_outputs = head.num_outputs
         self.c = _Stack(
-            cast(self._layers, POINTER(_Layer)), len(made), head.num_inputs, first.mlp.plain.down.product.num_inputs,
+            _kind(head, model.embedding.weight.dtype), cast(self._layers, POINTER(_Layer)), len(made), head.num_inputs, first.mlp.plain.down.product.num_inputs,
             model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps, model.embedding.weight.data_ptr(),
             model.final_norm.weight.data_ptr(), _product(head),
         )  # fmt: skip
         self._room = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, tokens: torch.Tensor, step: DecodeStep) -> torch.Tensor:
-        """Logits [T, V], fp32, of tokens [T]."""
+    def __call__(self, tokens: torch.Tensor, step: NativeStep) -> torch.Tensor:
+        """Logits [W, V], fp32, of the wanted rows of tokens [T]."""
         needed = self._kernels.stack_room_bytes(self.c, step)
         if len(self._room) < needed:
             self._room = torch.empty(needed, dtype=torch.uint8)
-        logits = torch.empty(len(tokens), self._num_outputs)
+        logits = torch.empty(step.num_wanted, self._num_outputs)
         self._kernels.run_stack(self.c, step, tokens, logits, self._room)
         return logits
+
+
+def _kind(product: TileProduct | LaneProduct, dtype: torch.dtype) -> int:
+    if type(product) is TileProduct:
+        return TILES
+    return LANES_BFLOAT16 if dtype == torch.bfloat16 else LANES_FLOAT32
 
 
 def stack_of(model: nn.Module, caches: list[torch.Tensor]) -> Stack | None:
     """The stack of a whole model; None where a module is one that it does not know."""
     found = kernels()
-    if found is None or not found.has_tiles or not all(_is_known(layer) for layer in model.layers.values()):
+    if found is None or not all(_is_known(layer) for layer in model.layers.values()):
         return None
     norms = {module.eps for layer in model.layers.values() for module in (layer.attention_norm, layer.mlp_norm)}
     if model.positions is not None or model.embedding.region.axis.size > 1:
         return None
-    if type(model.final_norm) is not NativeNorm or norms != {model.final_norm.eps} or not _is_tiled(model.head):
+    if type(model.final_norm) is not NativeNorm or norms != {model.final_norm.eps}:
+        return None
+    if len(set(_products(model))) != 1 or _products(model)[0] not in (TileProduct, LaneProduct):
         return None
     return Stack(model, caches, found)
 
@@ -98,13 +112,22 @@ def _is_known(layer: nn.Module) -> bool:
     head_norms = (inner[0].q_norm, inner[0].k_norm)
     if not all(norm is None or type(norm) is NativeNorm for norm in head_norms):
         return False
-    return all(_is_tiled(module) for module in (inner[0].project, inner[0].o, inner[1].project, inner[1].down))
+    return True
 
 
-def _is_tiled(module: nn.Module) -> bool:
+def _products(model: nn.Module) -> list[type | None]:
+    """The kind of each product; None where one is summed over ranks, or not known."""
+    modules = [model.head]
+    for layer in model.layers.values():
+        attention, mlp = layer.attention.plain, layer.mlp.plain
+        modules += [attention.project, attention.o, mlp.project, mlp.down]
+    return [_kind_of(module) for module in modules]
+
+
+def _kind_of(module: nn.Module) -> type | None:
     if type(module) is PackedLinear and module.axis is not None:
-        return False
-    return type(module) in (PackedLinear, JoinedProjections) and type(module.product) is TileProduct
+        return None
+    return type(module.product) if isinstance(module, PackedLinear | JoinedProjections) else None
 
 
 def _layer(layer: nn.Module, cache: torch.Tensor) -> _Layer:
@@ -120,6 +143,6 @@ def _pointers(norms: tuple[NativeNorm | None, ...]) -> Iterator[int | None]:
     return (None if norm is None else norm.weight.data_ptr() for norm in norms)
 
 
-def _product(product: TileProduct) -> _Product:
+def _product(product: TileProduct | LaneProduct) -> _Product:
     bias = None if product.bias is None else product.bias.data_ptr()
     return _Product(product.weight.data_ptr(), bias, product.num_inputs, product.num_outputs)
