@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError
 from meshwright.models.functions import rms_norm, swiglu
 from meshwright.run.serving import _plainly
 from meshwright.serve import layers, linear, native
-from meshwright.serve.native import NativeStep, Kernels
+from meshwright.serve.native import Kernels, NativeStep
 from tests.models.tiny import SPECS, random_model
 from tests.serve.test_engine import GREEDY, alone, make, prompts_of, tokens
 

@@ -29,7 +29,8 @@ from meshwright.core.errors import InputError
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "products.cpp", "lanes.cpp", "steps.cpp"))
 HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.hpp", "lanes.hpp", "chunks.hpp", "attention.hpp", "products.hpp")
+    Path(__file__).with_name(name)
+    for name in ("kernels.hpp", "lanes.hpp", "chunks.hpp", "attention.hpp", "products.hpp")
 )
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")

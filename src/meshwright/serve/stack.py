@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.models.decoder import DecoderLayer
 from meshwright.serve.layers import NativeAttention, NativeMLP, NativeNorm
 from meshwright.serve.linear import JoinedProjections, LaneProduct, PackedLinear, TileProduct
-from meshwright.serve.native import NativeStep, Kernels, kernels
+from meshwright.serve.native import Kernels, NativeStep, kernels
 
 
 class _Product(Structure):
