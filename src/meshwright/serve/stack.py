@@ -65,9 +65,10 @@ class Stack:
         q_norm = first.attention.plain.q_norm
         self._num_outputs = head.num_outputs
         self.c = _Stack(
-            _kind(head, model.embedding.weight.dtype), cast(self._layers, POINTER(_Layer)), len(made), head.num_inputs, first.mlp.plain.down.product.num_inputs,
-            model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps, model.embedding.weight.data_ptr(),
-            model.final_norm.weight.data_ptr(), _product(head),
+            _kind(head, model.embedding.weight.dtype), cast(self._layers, POINTER(_Layer)), len(made),
+            head.num_inputs, first.mlp.plain.down.product.num_inputs,
+            model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps,
+            model.embedding.weight.data_ptr(), model.final_norm.weight.data_ptr(), _product(head),
         )  # fmt: skip
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -110,9 +111,7 @@ def _is_known(layer: nn.Module) -> bool:
         return False
     inner = layer.attention.plain, layer.mlp.plain
     head_norms = (inner[0].q_norm, inner[0].k_norm)
-    if not all(norm is None or type(norm) is NativeNorm for norm in head_norms):
-        return False
-    return True
+    return all(norm is None or type(norm) is NativeNorm for norm in head_norms)
 
 
 def _products(model: nn.Module) -> list[type | None]:
