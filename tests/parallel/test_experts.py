@@ -280,9 +280,10 @@ def copied_on_rank(rank: int, world: int) -> int:
 
 
 def test_rows_that_travel_are_copied_once_on_each_way(ranks: Ranks) -> None:
-    """A rank permutes its own tokens' rows, forward and backward, whatever it sends and gets."""
+    """A rank permutes its own tokens' rows to experts, and their gradients, whatever it sends and gets; on the way back
+    they are summed where they lie."""
     hidden = mixture().hidden_size
-    assert ranks(copied_on_rank, 2) == [4 * 2 * tokens * hidden for tokens in (8, 9)]
+    assert ranks(copied_on_rank, 2) == [2 * 2 * tokens * hidden for tokens in (8, 9)]
 
 
 def replicas_on_rank(rank: int, world: int, plan: str) -> Boxes:

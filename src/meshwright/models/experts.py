@@ -53,7 +53,8 @@ class GroupedLinear(nn.Module):
     """One matrix of each expert. Parameter `weight` [E, out, in]; no bias.
 
     Attributes:
-        write: takes (gradients, inputs, rows of each run) instead of the weight's gradient; `parallel.direct` sets it.
+        write: (gradients, inputs, rows of each run) → what takes the weight's products instead of autograd, by run's
+            index; `parallel.direct` sets it.
     """
 
     def __init__(self, num_experts: int, into: int, out: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -3,8 +3,9 @@
     rows [n,h] ─ gate, up ─▶ [n,f] each ─ act(gate) · up ─▶ inner [n,f] ─ down ─▶ [n,h]
 
 Nothing is padded. Autograd keeps the rows, gate, up and inner. On a CPU each run of rows goes all the way before the
-next one, so that what is between the products is done in the cache; elsewhere all runs go together from one step to the
-next. Backward writes the gradients of gate and up where these were, so that it runs once.
+next one, so that what is between the products is done in the cache, and in backward an expert's rows and matrices serve
+all of its products; elsewhere all runs go together from one step to the next. Backward writes the gradients of gate and
+up where these were, so that it runs once.
 
 Source: Gale et al. 2022 (MegaBlocks).
 """
@@ -12,7 +13,9 @@ Source: Gale et al. 2022 (MegaBlocks).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
@@ -20,14 +23,22 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.models.rows import blocks, in_cache
 
-Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
-"""Takes (gradients [n, out], inputs [n, in], rows of each run) instead of a weight's gradient being returned."""
+Take = Callable[[int], None]
+"""Called with each run's index once the gradients of its rows are there; with those of empty runs first."""
+Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], Take]
+"""(gradients [n, out], inputs [n, in], rows of each run) → what takes a weight's products, which are not returned."""
 Writes = tuple[Write | None, Write | None, Write | None]
 """Of gate, up and down; None: autograd gets the gradient."""
-Run = tuple[int, slice]
-"""An expert, and rows of its."""
 Matrices = Sequence[torch.Tensor]
 """Of each expert [in, out]."""
+
+
+class Run(NamedTuple):
+    """Rows of an expert."""
+
+    index: int
+    expert: int
+    rows: slice
 
 
 def grouped_mlp(
@@ -58,7 +69,7 @@ def _runs(num_experts: int, counts: Sequence[int]) -> list[Run]:
     runs, start = list[Run](), 0
     for index, count in enumerate(counts):
         if count:
-            runs.append((index % num_experts, slice(start, start + count)))
+            runs.append(Run(index, index % num_experts, slice(start, start + count)))
         start += count
     return runs
 
@@ -67,15 +78,15 @@ def _parts(num_experts: int, counts: Sequence[int], rows: torch.Tensor) -> Itera
     """Runs that go together, and all of their rows."""
     runs = _runs(num_experts, counts)
     if in_cache(rows):
-        yield from (([run], run[1]) for run in runs)
+        yield from (([run], run.rows) for run in runs)
     elif runs:
         yield runs, slice(0, len(rows))
 
 
 def _multiply(runs: Sequence[Run], x: torch.Tensor, matrices: Matrices, out: torch.Tensor, start: int = 0) -> None:
     """out[run − start] ← x[run] · matrix of its expert."""
-    for expert, run in runs:
-        torch.mm(x[run], matrices[expert], out=out[run.start - start : run.stop - start])
+    for _, expert, rows in runs:
+        torch.mm(x[rows], matrices[expert], out=out[rows.start - start : rows.stop - start])
 
 
 def _act(kind: str, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -117,20 +128,32 @@ def _activate_backward(kind: str, grad: torch.Tensor, gate: torch.Tensor | None,
         torch.mul(activated, of_inner, out=own)
 
 
-def _gradient(
-    write: Write | None, grads: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]
-) -> torch.Tensor | None:
-    """A weight's gradient [E, out, in] from those of its outputs [n, out]; None: it was written."""
-    if write is not None:
-        write(grads, inputs, counts)
-        return None
-    out, written = torch.empty_like(weight), set[int]()
-    for expert, run in _runs(len(weight), counts):
-        out[expert].addmm_(grads[run].t(), inputs[run], beta=1 if expert in written else 0)
-        written.add(expert)
-    for expert in set(range(len(weight))) - written:
-        out[expert].zero_()
-    return out
+def _adds(out: torch.Tensor, grads: torch.Tensor, inputs: torch.Tensor, counts: Sequence[int]) -> Take:
+    """Takes each run's product to a new gradient `out` [E, out, in], that of an expert's first run in its place."""
+    starts = list(accumulate(counts, initial=0))
+
+    def take(index: int) -> None:
+        run = slice(starts[index], starts[index + 1])
+        out[index % len(out)].addmm_(grads[run].t(), inputs[run], beta=0 if index < len(out) else 1)
+
+    return take
+
+
+def _takes(
+    ctx: Any, grad: torch.Tensor, weights: Sequence[torch.Tensor | None]
+) -> tuple[list[Take], list[torch.Tensor | None]]:
+    """(what takes each run's products of weights that are trained, gradients that autograd gets)."""
+    rows, gates, outs, inner = ctx.saved_tensors[0], *ctx.saved_tensors[4:]
+    takes, found = list[Take](), list[torch.Tensor | None]()
+    products = zip((gates, outs, grad), (rows, rows, inner), strict=True)
+    for is_needed, write, weight, of in zip(ctx.needs_input_grad[1:4], ctx.writes, weights, products, strict=True):
+        found.append(torch.empty_like(weight) if is_needed and write is None else None)
+        if is_needed:
+            takes.append((write or partial(_adds, found[-1]))(*of, ctx.counts))
+    for index, count in enumerate(ctx.counts):
+        for take in takes if not count else ():
+            take(index)
+    return takes, found
 
 
 def _transposed(weight: torch.Tensor) -> Matrices:
@@ -167,9 +190,10 @@ class _GroupedMLP(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, gate, up, down, gates, outs, inner = ctx.saved_tensors
-        grad, (of_rows, of_gate, of_up, of_down) = grad.contiguous(), ctx.needs_input_grad[:4]
+        rows, gate, up, down, gates, outs, _ = ctx.saved_tensors
+        grad, of_rows = grad.contiguous(), ctx.needs_input_grad[0]
         grad_rows = torch.empty_like(rows) if of_rows else None
+        takes, found = _takes(ctx, grad, (gate, up, down))
         out_of_up, out_of_down = up.unbind(), down.unbind()
         out_of_gate = None if gate is None else gate.unbind()
         for runs, own in _parts(len(up), ctx.counts, rows):
@@ -179,11 +203,8 @@ class _GroupedMLP(Function):
             if grad_rows is not None:
                 _multiply(runs, outs, out_of_up, grad_rows)
             if grad_rows is not None and out_of_gate is not None:
-                for expert, run in runs:
-                    grad_rows[run].addmm_(gates[run], out_of_gate[expert])
-        needed = zip(
-            (of_gate, of_up, of_down), ctx.writes, (gates, outs, grad), (rows, rows, inner), (gate, up, down),
-            strict=True,
-        )  # fmt: skip
-        weights = [_gradient(*of, ctx.counts) if is_needed else None for is_needed, *of in needed]
-        return grad_rows, *weights, None, None, None
+                for run in runs:
+                    grad_rows[run.rows].addmm_(gates[run.rows], out_of_gate[run.expert])
+            for take, run in product(takes, runs):
+                take(run.index)
+        return grad_rows, *found, None, None, None

@@ -2,8 +2,9 @@
 
     x [T,h] ──permute──▶ rows by expert [n,h] ─▶ experts ─▶ [n,h] ──unpermute: Σ over choices of weight · row──▶ [T,h]
 
-Each way is one pass over the rows, forward and backward: on a CPU what is gathered stands in a block that stays in its
-cache until it is summed or weighed. Gradients of rows take the place of the rows.
+Each way is one pass over the rows, forward and backward: a token's rows are summed as bags of an embedding are; what
+is gathered to be weighed stands, on a CPU, in a block that stays in its cache. Gradients of rows take the place of the
+rows.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-_BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 18
 """Of rows that are gathered at a time on a CPU: a part of its second cache."""
 
 
@@ -74,11 +76,7 @@ class _Permute(Function):
         (places,), k = ctx.saved_tensors, ctx.k
         if not ctx.is_whole:
             return grad.new_zeros(ctx.num_tokens, grad.shape[1]).index_add_(0, places // k, grad), None
-        total = grad.new_empty(ctx.num_tokens, grad.shape[1])
-        for block in blocks(len(places), grad, k):
-            own = grad.index_select(0, places[block]).unflatten(0, (-1, k))
-            torch.sum(own, 1, out=total[block.start // k : block.stop // k])
-        return total, None
+        return F.embedding_bag(places.view(-1, k), grad, mode="sum"), None
 
 
 class _Unpermute(Function):
@@ -89,14 +87,13 @@ class _Unpermute(Function):
             weighted = rows * weights.flatten()[of.order].unsqueeze(-1)
             out = weighted.new_zeros(len(weights), rows.shape[1])
             return out.index_add_(0, of.order // of.k, weighted).to(rows.dtype)
+        if rows.dtype == weights.dtype:
+            return F.embedding_bag(of.inverse.view(-1, of.k), rows, mode="sum", per_sample_weights=weights)
         out = rows.new_empty(len(weights), rows.shape[1])
         for block in blocks(len(of.inverse), rows, of.k):
             tokens = slice(block.start // of.k, block.stop // of.k)
             own = rows.index_select(0, of.inverse[block]).unflatten(0, (-1, of.k)).to(weights.dtype)
-            if out.dtype == weights.dtype:
-                torch.bmm(weights[tokens].unsqueeze(1), own, out=out[tokens].unsqueeze(1))
-            else:
-                out[tokens] = torch.bmm(weights[tokens].unsqueeze(1), own).squeeze(1)
+            out[tokens] = torch.bmm(weights[tokens].unsqueeze(1), own).squeeze(1)
         return out
 
     @staticmethod

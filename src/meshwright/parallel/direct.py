@@ -17,6 +17,7 @@ dW from them. Biases, norms and look-ups are part of I.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def _writes(module: nn.Module) -> bool:
 
 def _install(module: nn.Module, sink: GradientSink, products: Products) -> None:
     if isinstance(module, ExpertLinear):
-        module.write = lambda grads, inputs, counts: products.add([(sink, grads)], inputs, counts)
+        module.write = partial(products.take_runs, sink)
     elif isinstance(module, VocabParallelEmbedding | GridEmbedding):
         module.look_up = lambda ids, weight: _Embedding.apply(ids, weight, sink)
     elif isinstance(module, ColumnParallelLinear):

@@ -54,14 +54,15 @@ from meshwright.comm.mesh import Axis
 from meshwright.core.layouts import SequenceKind
 from meshwright.core.model import ModelSpec
 
-Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], None]
+Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], Callable[[int], None]]
 
 
 class ExpertLinear(nn.Module):
     """One matrix of each expert, of which this rank has a part.
 
     Attributes:
-        write: takes (gradients, inputs, rows of each run) instead of the weight's gradient; `parallel.direct` sets it.
+        write: (gradients, inputs, rows of each run) → what takes the weight's products instead of autograd, by run's
+            index; `parallel.direct` sets it.
     """
 
     def __init__(self, plain: nn.Module) -> None:

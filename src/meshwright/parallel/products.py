@@ -69,13 +69,21 @@ class Products:
         finally:
             self._postponed = None
 
-    def add(self, written: Sequence[Written], inputs: torch.Tensor, counts: Sequence[int] | None = None) -> None:
-        """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in] (of experts each of its own rows, `counts` of
-        each run): now, or later."""
+    def add(self, written: Sequence[Written], inputs: torch.Tensor) -> None:
+        """dW [out, in] = gradsᵀ · inputs of each layer, of inputs [T, in]: now, or later."""
         if self._postponed is None:
-            write(written, inputs, counts)
+            write(written, inputs)
         elif written:
-            self.postpone(written, inputs, lambda: inputs, counts)
+            self.postpone(written, inputs, lambda: inputs)
+
+    def take_runs(
+        self, sink: GradientSink, grads: torch.Tensor, inputs: torch.Tensor, counts: Sequence[int]
+    ) -> Callable[[int], None]:
+        """:meth:`add` of experts, run by run, as :meth:`GradientSink.take_runs`; later all at once."""
+        if self._postponed is None:
+            return sink.take_runs(grads, inputs, counts)
+        self.postpone([(sink, grads)], inputs, lambda: inputs, counts)
+        return lambda index: None
 
     def postpone(
         self,

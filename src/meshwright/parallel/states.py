@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -83,25 +84,39 @@ class GradientSink:
         Of experts, view [E, out, in]: run i of the rows, `counts[i]` of them, belongs to expert i mod E.
         """
         if counts is not None:
-            self._add_runs(grads, inputs, counts)
+            take = self.take_runs(grads, inputs, counts)
+            for index in range(len(counts)):
+                take(index)
         elif grads.dtype != self.view.dtype:
             self.add(grads.t() @ inputs)
         else:
             self.view.addmm_(grads.t(), inputs, beta=0 if self._is_first() else 1)
             self.on_written()
 
-    def _add_runs(self, grads: torch.Tensor, inputs: torch.Tensor, counts: Sequence[int]) -> None:
-        is_first, num, start = self._is_first(), len(self.view), 0
-        for index, count in enumerate(counts):
-            expert, run = self.view[index % num], slice(start, start + count)
-            start, replaces = start + count, is_first and index < num
+    def take_runs(self, grads: torch.Tensor, inputs: torch.Tensor, counts: Sequence[int]) -> Callable[[int], None]:
+        """:meth:`add_product` of experts, run by run.
+
+        Returns:
+            What takes the product of a run, called with each index once: with those of empty runs first, and of the
+            runs of an expert in order.
+        """
+        is_first, num, left = self._is_first(), len(self.view), len(counts)
+        starts = list(accumulate(counts, initial=0))
+
+        def take(index: int) -> None:
+            nonlocal left
+            expert, run = self.view[index % num], slice(starts[index], starts[index + 1])
+            replaces, left = is_first and index < num, left - 1
             if grads.dtype == expert.dtype:
                 expert.addmm_(grads[run].t(), inputs[run], beta=0 if replaces else 1)
             elif replaces:
                 expert.copy_(grads[run].t() @ inputs[run])
             else:
                 expert.add_(grads[run].t() @ inputs[run])
-        self.on_written()
+            if left == 0:
+                self.on_written()
+
+        return take
 
     def add(self, grad: torch.Tensor) -> None:
         """view += grad, of the view's shape; any dtype."""
