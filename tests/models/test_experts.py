@@ -303,7 +303,7 @@ def test_several_runs_of_an_expert(activation: str, is_gated: bool, monkeypatch:
 
 @pytest.mark.parametrize("further", [0, 1])
 def test_token_data_is_copied_once_on_each_way(further: int) -> None:
-    """Rows to the experts, and their gradients: two permutations of k·T rows; a token's rows are summed where they lie."""
+    """Rows to the experts, and their gradients: two permutations of k·T rows; sums read them where they lie."""
     layer = layer_of(spec_with(num_experts=4, k=2))
     x = torch.randn(2, 9, 32, dtype=torch.float64, requires_grad=True)
     if further:

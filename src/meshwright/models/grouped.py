@@ -139,11 +139,13 @@ def _adds(out: torch.Tensor, grads: torch.Tensor, inputs: torch.Tensor, counts: 
     return take
 
 
-def _takes(
-    ctx: Any, grad: torch.Tensor, weights: Sequence[torch.Tensor | None]
-) -> tuple[list[Take], list[torch.Tensor | None]]:
-    """(what takes each run's products of weights that are trained, gradients that autograd gets)."""
-    rows, gates, outs, inner = ctx.saved_tensors[0], *ctx.saved_tensors[4:]
+def _takes(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[list[Take], list[torch.Tensor | None]]:
+    """(what takes each run's products of weights that are trained, gradients that autograd gets).
+
+    Args:
+        saved: the saved tensors, as backward has unpacked them.
+    """
+    rows, *weights, gates, outs, inner = saved
     takes, found = list[Take](), list[torch.Tensor | None]()
     products = zip((gates, outs, grad), (rows, rows, inner), strict=True)
     for is_needed, write, weight, of in zip(ctx.needs_input_grad[1:4], ctx.writes, weights, products, strict=True):
@@ -190,10 +192,11 @@ class _GroupedMLP(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, gate, up, down, gates, outs, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        rows, gate, up, down, gates, outs, _ = saved
         grad, of_rows = grad.contiguous(), ctx.needs_input_grad[0]
         grad_rows = torch.empty_like(rows) if of_rows else None
-        takes, found = _takes(ctx, grad, (gate, up, down))
+        takes, found = _takes(ctx, saved, grad)
         out_of_up, out_of_down = up.unbind(), down.unbind()
         out_of_gate = None if gate is None else gate.unbind()
         for runs, own in _parts(len(up), ctx.counts, rows):
