@@ -1,4 +1,5 @@
-"""Two ranks behind one server, as processes: what clients see, and what is left, when one of them dies."""
+"""Two ranks behind one server, as processes, which share a model or have one each: what clients see, and what is left,
+when one of them dies."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -22,15 +24,15 @@ from tests.end_to_end.shell import MESHWRIGHT, ranks_of, started
 from tests.models.tiny import SPECS, random_model
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+@pytest.fixture(params=[{"tp": 2}, {"replicas": 2}], ids=["tp", "replicas"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     spec = SPECS["llama"].model_copy(update={"vocab_size": 300, "max_positions": 4096})
     model = random_model(spec)
     export(tmp_path / "model", spec, model.stored())
     save_tokenizer(train_tokenizer(["some text"], 300), tmp_path / "model")
-    layout = Layout(tp=2, precision="fp32", num_blocks=260, block_size=16)
-    requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
-    plan = ServingPlan(model=spec, cluster=load_cluster("local:2"), requests=requests, layout=layout)
+    layout = Layout(**request.param, precision="fp32", num_blocks=260, block_size=16)
+    asked = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+    plan = ServingPlan(model=spec, cluster=load_cluster("local:2"), requests=asked, layout=layout)
     plan.save(tmp_path / "plan.toml")
     command = [*MESHWRIGHT, "serve", str(tmp_path / "model"), "--port", "0"]
     with started([*command, "--plan", str(tmp_path / "plan.toml")]) as process:
@@ -46,6 +48,8 @@ def test_a_dead_rank(server: subprocess.Popen[str]):
     assert "cache of 4,160 tokens" in greeting, "the plan's sizes"
     ranks = ranks_of(server.pid)
     body = {"prompt": "some text", "max_tokens": 4000, "ignore_eos": True, "stream": True, "temperature": 0}
+    if "replicas" in greeting:
+        _both_answer(url[0])
     with httpx.stream("POST", f"{url[0]}/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -60,3 +64,15 @@ def test_a_dead_rank(server: subprocess.Popen[str]):
     assert "rank 1 was killed by signal 9" in errors
     assert errors.count("\n") == 1, errors
     assert not ranks_of(server.pid)
+
+
+def _both_answer(url: str) -> None:
+    """Alike requests that come together get one text, from either replica; each counts what it has answered."""
+    body = {"prompt": "some text", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=30), range(4)))
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    metrics = httpx.get(f"{url}/metrics").text
+    counted = dict(re.findall(r'vllm:generation_tokens_total\{model_name="model",replica="(\d)"\} (\S+)', metrics))
+    assert sum(map(float, counted.values())) == 4 * 40
+    assert all(float(count) >= 40 for count in counted.values()), counted

@@ -204,5 +204,5 @@ def test_requests_that_were_left_are_forgotten(served: Running):
     assert settles(served)
     time.sleep(0.1)
     loop, metrics = served.service.loop, served.service.metrics
-    held = (metrics._first, metrics._last, loop._open, loop._tickets, served.engine._outputs)
+    held = (metrics._first, metrics._last, loop._open, loop._drivers[0].tickets, served.engine._outputs)
     assert [len(one) for one in held] == [0] * len(held)

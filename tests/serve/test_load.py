@@ -52,7 +52,7 @@ def test_a_short_storm(run_server):
     scheduler.blocks.clear()
     assert len(scheduler.blocks._free) == scheduler.blocks.num_blocks
     time.sleep(0.1)
-    held = (metrics._first, metrics._last, loop._open, loop._tickets, served.engine._outputs)
+    held = (metrics._first, metrics._last, loop._open, loop._drivers[0].tickets, served.engine._outputs)
     assert [len(one) for one in held] == [0] * len(held)
     assert not served.failures
 

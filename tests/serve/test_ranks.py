@@ -80,6 +80,38 @@ def test_tokens_of_every_layout_are_those_of_one_process(ranks, name: str, tp: i
         assert cache_bytes == 14 * 4 * kv_token_bytes(model.spec, strategy, rank // (tp * ep))
 
 
+def serve_replicas(rank: int, world: int, name: str, strategy: Strategy, params: SamplingParams) -> list[object]:
+    """Of rank 0: (tokens of all prompts and samples, of each replica: answers, preemptions, blocks that are held)."""
+    model = random_model(SPECS[name])
+    options = OPTIONS.model_copy(update={"preempt": "swap", "swap_bytes": 2**20})
+    engine = Engine(model, strategy, options, mesh=Mesh.create(strategy.sizes, ep=strategy.ep))
+    for replica in engine.replicas:
+        replica.beat()
+    found = engine.generate(prompts_of(name) * 2, params)
+    if rank:
+        return [[], len(engine.replicas)]
+    counts = [replica.scheduler.counts for replica in engine.replicas]
+    held = [replica.scheduler.blocks.num_held for replica in engine.replicas]
+    ends, preemptions = ([getattr(c, name) for c in counts] for name in ("finished", "preemptions"))
+    return [[[a.tokens for a in answers] for answers in found], ends, preemptions, held]
+
+
+@pytest.mark.parametrize(("name", "dp", "tp", "pp"), [("llama", 2, 1, 1), ("mixtral", 2, 2, 1), ("gpt2", 2, 1, 2)])
+def test_replicas_answer_as_one_process_does(ranks, name: str, dp: int, tp: int, pp: int):
+    model, strategy = random_model(SPECS[name]), Strategy(dp=dp, tp=tp, pp=pp)
+    for params in (SamplingParams(max_tokens=10, temperature=0), SamplingParams(max_tokens=10, seed=5, n=2)):
+        results = ranks(serve_replicas, dp * tp * pp, name, strategy, params)
+        expected = Engine(model, options=OPTIONS).generate(prompts_of(name) * 2, params)
+        found, ends, preemptions, held = results[0]
+        assert found == [[a.tokens for a in answers] for answers in expected]
+        answered = [sum(each.values()) for each in ends]
+        assert sum(answered) == 8 * params.n
+        assert min(answered) >= 2 * params.n, "each has answered some"
+        assert sum(preemptions) > 0
+        assert held == [0] * dp
+        assert results[1:] == [[[], 1]] * (dp * tp * pp - 1)
+
+
 def test_every_rank_swaps_its_own_part(ranks):
     strategy = Strategy(tp=2, pp=2)
     swapped, again = (ranks(serve, 4, "gpt2", strategy, preempt)[0] for preempt in ("swap", "recompute"))
@@ -118,7 +150,6 @@ def test_each_rank_reads_its_own_experts_from_a_folder(ranks, tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"dp": 2}, "dp=2: serving"),
         ({"dp": 4, "expert": {"degree": 2}}, "dp=4 with expert.degree=2: serving"),
         ({"tp": 2, "expert": {"degree": 2, "tensor": 1}}, "expert.tensor=1 with tp=2: serving"),
         ({"dp": 2, "zero": 1, "expert": {"degree": 2}}, "zero=1: serving"),

@@ -68,7 +68,7 @@ def test_swapped_answers_are_those_of_the_model_alone(name: str, preempt: str):
     assert host is not None
     host.check([])
     assert engine.scheduler.blocks.num_held == 0
-    text = Metrics(engine.scheduler, "m", engine.runner.block_bytes).text().decode()
+    text = Metrics([engine.scheduler], "m", engine.runner.block_bytes).text().decode()
     both = counts.swapped_out + counts.swapped_back
     assert f'vllm:swapped_bytes_total{{model_name="m"}} {float(both * engine.runner.block_bytes)}' in text
     assert engine.runner.host is not None

@@ -33,6 +33,9 @@ def serve_command(
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that one step computes at most.")] = 256,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step at most.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more get status 429.")] = 1024,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Copies of the model behind this server; default: the plan's, or one.")
+    ] = None,
     preempt: Annotated[
         Literal["recompute", "swap", "auto"],
         typer.Option(help="Who leaves a full cache is computed again, swapped to the host, or what takes less."),
@@ -45,7 +48,7 @@ def serve_command(
     from meshwright.run.launch import enter_ranks
     from meshwright.run.served import open_model
     from meshwright.serve.options import ServeOptions
-    from meshwright.serve.servable import check_servable
+    from meshwright.serve.servable import check_servable, served_strategy
 
     options = ServeOptions(
         cache_bytes=cache_mib * 2**20, block_size=block_size, step_tokens=step_tokens, max_running=max_running,
@@ -54,20 +57,19 @@ def serve_command(
     _refuse_unused(context, preempt)
     asked = _plan(plan) if plan else None
     options = _sizes(asked, options, context)
-    _check_room(asked, options)
-    num_ranks = asked.strategy.world_size if asked else 1
+    num_ranks = served_strategy(asked, "fp32", replicas).world_size
+    _check_room(asked, options, num_ranks)
 
     def before() -> None:
-        spec = open_model(model).spec
-        if asked is not None:
-            check_servable(spec, asked.strategy)
+        served = open_model(model)
+        check_servable(served.spec, served_strategy(asked, served.precision, replicas))
 
     has_ranks = num_ranks > 1 or detect(os.environ) is not None
     if has_ranks and enter_ranks(sys.argv[1:], num_ranks, before=before) is None:
         return
     from meshwright.run.serving import Address, serve
 
-    serve(model, asked, options, Address(host, port, api_key), name)
+    serve(model, asked, options, Address(host, port, api_key), name, replicas)
 
 
 def _refuse_unused(context: typer.Context, preempt: str) -> None:
@@ -112,8 +114,8 @@ def _sizes(plan: Plan | ServingPlan | None, typed: ServeOptions, context: typer.
     return typed.model_copy(update={name: value for name, value in sizes.items() if name not in given})
 
 
-def _check_room(plan: Plan | ServingPlan | None, options: ServeOptions) -> None:
-    """Raises InputError where the asked cache is one that this machine's memory cannot hold."""
+def _check_room(plan: Plan | ServingPlan | None, options: ServeOptions, num_ranks: int = 1) -> None:
+    """Raises InputError where the caches of so many ranks are more than this machine's memory can hold."""
     import torch
 
     from meshwright.core.errors import InputError
@@ -131,7 +133,7 @@ def _check_room(plan: Plan | ServingPlan | None, options: ServeOptions) -> None:
     else:
         rank_bytes, where = options.cache_bytes, ""
         whose, todo = f"--cache-mib {rank_bytes // 2**20} takes {format_bytes(rank_bytes)}", "give it less"
-    num_ranks = _num_ranks_here(plan.strategy.world_size if plan else 1)
+    num_ranks = _num_ranks_here(num_ranks)
     if rank_bytes * num_ranks > have and not torch.cuda.is_available():
         raise InputError(
             f"{whose} on each of {counted(num_ranks, 'rank')}{where}, and this machine has {format_bytes(have)} and no "

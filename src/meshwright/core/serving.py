@@ -116,8 +116,8 @@ class ServingPlan(Value):
 
     @property
     def strategy(self) -> Strategy:
-        """How one replica is divided: what an engine takes."""
-        return self.layout.replica
+        """All replicas, as ranks of dp: what an engine takes."""
+        return self.layout.strategy
 
     def save(self, path: Path | str) -> None:
         """Write as TOML, whole or not at all."""

@@ -85,10 +85,10 @@ def priced(plan: ServingPlan) -> ServingForecast:
 
 
 def under_load(plan: ServingPlan, requests: Requests) -> ServingForecast:
-    """What one replica of a plan would do under other requests; their limits do not count. Raises RuleError where it
-    does not fit, or cannot answer one of them."""
+    """What a plan would do under other requests; their limits do not count. Raises RuleError where it does not fit, or
+    cannot answer one of them."""
     check_length(plan.model, requests)
-    layout = plan.layout.model_copy(update={"replicas": 1})
+    layout = plan.layout
     asked = requests.model_copy(update={"max_ttft_s": None, "max_tpot_s": None})
     found = forecast(plan.model, plan.cluster, asked, layout)
     if isinstance(found, Refused):

@@ -28,6 +28,7 @@ from meshwright.parallel.states import DTYPES
 from meshwright.run.folder import RunFolder
 from meshwright.serve.engine import Engine
 from meshwright.serve.options import ServeOptions
+from meshwright.serve.servable import served_strategy
 from meshwright.train.prepare import load_prepared
 from meshwright.train.tokenizer import CONFIG_FILE, TOKENIZER_FILE, end_of_text_id, load_tokenizer
 
@@ -51,15 +52,20 @@ class Served:
     """`bos_token`, `eos_token` and others, for the template."""
     is_run: bool
 
-    def engine(self, plan: Plan | ServingPlan | None = None, options: ServeOptions | None = None) -> Engine:
-        """An engine with the weights. Every rank builds one.
+    def engine(
+        self,
+        plan: Plan | ServingPlan | None = None,
+        options: ServeOptions | None = None,
+        replicas: int | None = None,
+    ) -> Engine:
+        """An engine with the weights. Every rank builds one. With `replicas`, so many instead of the plan's.
 
         Raises:
             InputError: a plan of another model.
             UnsupportedError: a plan that cannot be served.
             CheckpointError: weights that are missing or damaged.
         """
-        strategy = plan.strategy if plan else Strategy.model_validate({"precision": self.precision})
+        strategy = served_strategy(plan, self.precision, replicas)
         if plan is not None and plan.model.parameters() != self.spec.parameters():
             raise InputError(f"the plan is for `{plan.model.name}`, whose parameters are not those of {self.path}")
         return Engine(

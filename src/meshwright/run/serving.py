@@ -66,7 +66,12 @@ class Address:
 
 
 def serve(
-    path: Path, plan: Plan | ServingPlan | None, options: ServeOptions, address: Address, name: str | None
+    path: Path,
+    plan: Plan | ServingPlan | None,
+    options: ServeOptions,
+    address: Address,
+    name: str | None,
+    replicas: int | None = None,
 ) -> None:
     """Serve until told to end. Every rank calls it.
 
@@ -74,13 +79,14 @@ def serve(
         path: a Hugging Face folder, or a training run.
         plan: how the model is divided; None: one rank.
         name: what clients call the model; None: the name of its folder.
+        replicas: instead of the plan's.
 
     Raises:
         MeshwrightError: what cannot be served, or a rank that was lost.
     """
     served = open_model(path)
     bound = address.bind()
-    engine = served.engine(plan, options)
+    engine = served.engine(plan, options, replicas)
     if engine.mesh.rank:
         for ended in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when
             signal.signal(ended, signal.SIG_IGN)
@@ -91,25 +97,27 @@ def serve(
     template = None if served.template is None else ChatTemplate(served.template, served.special)
     failures: list[EngineFailure] = []
     service = make_service(engine, model_name, template, address.api_key, failures.append)
-    _run(service, bound, _greeting(engine, model_name, bound) + _replicas(plan) + _plainly(engine))
+    _run(service, bound, _greeting(engine, model_name, bound) + _others(plan, engine) + _plainly(engine))
     if failures:
         raise failures[0].__cause__ if isinstance(failures[0].__cause__, MeshwrightError) else failures[0]
 
 
 def _greeting(engine: Engine, name: str, bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
-    blocks = engine.scheduler.blocks
+    blocks, several = engine.scheduler.blocks, len(engine.replicas)
     cached = blocks.num_blocks * blocks.block_size
+    where = f", on each of {several} replicas" if several > 1 else ""
+    requests = counted(cached // engine.max_length, "request")
     return (
-        f"serving {name} at http://{host}:{port}: cache of {cached:,} tokens ({engine.runner.cache_bytes / 2**20:,.0f} "
-        f"MiB on each rank), {counted(cached // engine.max_length, 'request')} of {engine.max_length:,} tokens at once"
+        f"serving {name} at http://{host}:{port}{where}: cache of {cached:,} tokens "
+        f"({engine.runner.cache_bytes / 2**20:,.0f} MiB on each rank), {requests} of {engine.max_length:,} tokens at once"
     )
 
 
-def _replicas(plan: Plan | ServingPlan | None) -> str:
+def _others(plan: Plan | ServingPlan | None, engine: Engine) -> str:
     """What the plan has besides this server."""
-    others = plan.layout.replicas - 1 if isinstance(plan, ServingPlan) else 0
-    if not others:
+    others = plan.layout.replicas - len(engine.replicas) if isinstance(plan, ServingPlan) else 0
+    if others < 1:
         return ""
     return (
         f"; the plan has {counted(others, 'further replica')}: start each with the same command and a --port of its own"

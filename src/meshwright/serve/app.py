@@ -86,7 +86,7 @@ def make_service(
     on_failure: Callable[[EngineFailure], None] = lambda failure: None,
 ) -> Service:
     """What the routes need, around an engine; `on_failure` is called where the engine fails."""
-    metrics = Metrics(engine.scheduler, model_name, engine.runner.block_bytes)
+    metrics = Metrics([replica.scheduler for replica in engine.replicas], model_name, engine.runner.block_bytes)
 
     def watch(events: Ordered[Event], num_tokens: int) -> None:
         if num_tokens:

@@ -5,7 +5,8 @@
 
     submit ─▶ scheduler ─▶ batch ─▶ every rank's runner ─▶ logits on rank 0 ─▶ choice ─▶ text, stop strings ─▶ events
 
-Rank 0 decides; the other ranks follow it, step by step.
+Rank 0 decides; the other ranks follow it, step by step. An engine is one replica of the model, with a cache and a
+scheduler of its own; where the plan has dp of them, rank 0 has an engine for each (`replicas`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from meshwright.comm.mesh import Mesh, start
+from meshwright.core.axes import DP
 from meshwright.core.errors import InputError
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
@@ -32,7 +34,7 @@ from meshwright.parallel.states import DTYPES
 from meshwright.serve.batch import make_batch, wants_all
 from meshwright.serve.blocks import BlockManager
 from meshwright.serve.options import ServeOptions
-from meshwright.serve.ranks import Ranks, Together, follow
+from meshwright.serve.ranks import Distant, Ranks, Together, follow, has_replicas
 from meshwright.serve.request import (
     MAX_SEED,
     Finish,
@@ -93,6 +95,17 @@ class _Output:
     stops: StopFinder
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that the ranks were told."""
+
+    events: list[Event]
+    """Of before it."""
+    chunks: list[Chunk]
+    has_moves: bool
+    began_s: float
+
+
 class Engine:
     """A model, served. Every rank builds one; rank 0 uses it, the others call :meth:`follow`.
 
@@ -136,24 +149,43 @@ class Engine:
         strategy = plan.strategy if isinstance(plan, Plan) else plan or Strategy(precision=_precision(model))
         check_servable(self.spec, strategy)
         num_blocks = self.options.num_blocks or self._affordable(strategy, "cache_bytes")
+        self._clock, self._num_blocks = clock, num_blocks
         swaps = self.options.preempt != "recompute"
         num_host_blocks = self._affordable(strategy, "swap_bytes") if swaps else 0
         self.mesh = mesh or _mesh(strategy)
         block_size = self.options.block_size
         model, weights = (model, weights) if weights else _shared(model)
         self.runner = Runner(model, self.spec, strategy, self.mesh, weights, num_blocks, block_size, num_host_blocks)
-        self.ranks = ranks(self.runner)
-        blocks = BlockManager(num_blocks, block_size, self.options.prefix_cache)
-        host = BlockManager(num_host_blocks, block_size, share=False) if swaps else None
-        self._pace = self._timed() if self.options.preempt == "auto" else None
-        pays = self._pace.swap_pays if self._pace else lambda _: True
-        self.scheduler = Scheduler(self.options, blocks, clock, host, pays)
         self.context = context_of(self.spec)
         """Tokens of prompt and answer together, by the model."""
+        self._begin_with(ranks(self.runner))
+        self.replicas: tuple[Engine, ...] = (self,)
+        """On rank 0 one for each replica, this one first: their steps run beside each other."""
+        if has_replicas(self.mesh) and self.mesh.rank == 0 and ranks is Together:
+            self.replicas += tuple(self._distant(index) for index in range(1, self.mesh[DP].size))
+
+    def _begin_with(self, ranks: Ranks) -> None:
+        """Cache, queue and answers of one replica, all empty."""
+        options, host, num_host_blocks = self.options, None, self.runner.num_host_blocks
+        if num_host_blocks:
+            host = BlockManager(num_host_blocks, options.block_size, share=False)
+        self.ranks = ranks
+        self._pace = self._timed() if options.preempt == "auto" else None
+        pays = self._pace.swap_pays if self._pace else lambda _: True
+        blocks = BlockManager(self._num_blocks, options.block_size, options.prefix_cache)
+        self.scheduler = Scheduler(options, blocks, self._clock, host, pays)
         self._outputs: dict[Sequence, _Output] = {}
         self._next_id = 0
+        self._under_way: _UnderWay | None = None
         self.last_step_tokens = 0
         """Tokens that the last step computed."""
+
+    def _distant(self, index: int) -> Engine:
+        """Of another replica, whose ranks compute."""
+        other = copy(self)
+        other._begin_with(Distant(self.runner, index))
+        other.replicas = (other,)
+        return other
 
     @property
     def max_length(self) -> int:
@@ -259,25 +291,40 @@ class Engine:
     def is_idle(self) -> bool:
         return self.scheduler.is_idle
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """Compute one step; what it brought. Empty where nothing is to be done.
 
         Raises:
             RankError: a rank is lost; the engine is of no use any more.
         """
+        self.begin_step()
+        return self.end_step()
+
+    @torch.inference_mode()
+    def begin_step(self) -> None:
+        """Choose what the next step computes, and tell the ranks of this replica. Raises RankError."""
+        assert self._under_way is None
         events = [Event(s, self._end(s, "deadline"), finish="deadline") for s in list(self.scheduler.late())]
         chunks = self.scheduler.step()
-        self.last_step_tokens = sum(chunk.count for chunk in chunks)
         moves = self.scheduler.take_moves()
-        if not chunks and not moves:
-            return events
-        began_s = perf_counter()
-        logits = self.ranks.compute(make_batch(chunks, self.options.block_size, moves))
-        if self._pace is not None and not moves:
-            self._pace.saw(sum(chunk.count for chunk in chunks if chunk.count > 1), perf_counter() - began_s)
-        self.scheduler.computed(chunks)
-        return events if logits is None else events + self._choose(chunks, logits)
+        self.last_step_tokens = sum(chunk.count for chunk in chunks)
+        self._under_way = _UnderWay(events, chunks, bool(moves), perf_counter())
+        if chunks or moves:
+            self.ranks.start(make_batch(chunks, self.options.block_size, moves))
+
+    @torch.inference_mode()
+    def end_step(self) -> list[Event]:
+        """What the step that was begun brings. Raises RankError."""
+        step, self._under_way = self._under_way, None
+        assert step is not None
+        if not step.chunks and not step.has_moves:
+            return step.events
+        logits = self.ranks.wait()
+        if self._pace is not None and not step.has_moves:
+            num_prompt = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
+            self._pace.saw(num_prompt, perf_counter() - step.began_s)
+        self.scheduler.computed(step.chunks)
+        return step.events if logits is None else step.events + self._choose(step.chunks, logits)
 
     def _choose(self, chunks: Ordered[Chunk], logits: torch.Tensor) -> list[Event]:
         rows: list[int] = []
@@ -372,11 +419,14 @@ class Engine:
         waiting = iter(zip(ids, each, strict=True))
         grouped: list[list[Answer]] = []
         has_more = True
-        while has_more or not self.is_idle:
+        while has_more or not all(engine.is_idle for engine in self.replicas):
             has_more = has_more and self._refill(waiting, answers, grouped)
-            for event in self.step():
+            for engine in self.replicas:
+                engine.begin_step()
+            for event in (event for engine in self.replicas for event in engine.end_step()):
                 answers[event.sequence].add(event)
-        self.stop()
+        for engine in self.replicas:
+            engine.stop()
         return grouped
 
     def _refill(
@@ -385,19 +435,22 @@ class Engine:
         answers: dict[Sequence, Answer],
         grouped: list[list[Answer]],
     ) -> bool:
-        """Submit prompts while the queue is short; whether there may be more."""
-        while len(self.scheduler.waiting) <= self.options.max_waiting // 2:
+        """Submit prompts while queues are short, each to the replica with the least to compute; whether there may be
+        more."""
+        while True:
+            engine = min(self.replicas, key=lambda engine: engine.scheduler.num_left)
+            if len(engine.scheduler.waiting) > self.options.max_waiting // 2:
+                return True
             request = next(waiting, None)
             if request is None:
                 return False
-            made = self.submit(*request)
+            made = engine.submit(*request)
             grouped.append([answers.setdefault(sequence, Answer(sequence.prompt)) for sequence in made])
-        return True
 
     # --- the other ranks -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End :meth:`follow` on the other ranks."""
+        """End :meth:`follow` on the other ranks of this replica."""
         if self.mesh.rank == 0:
             self.ranks.stop()
 

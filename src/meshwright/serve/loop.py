@@ -1,8 +1,10 @@
-"""The engine in a thread of its own, between requests that come and clients that wait.
+"""Engines in threads of their own, between requests that come and clients that wait.
 
     event loop of the server ──commands──▶ engine thread: step, step, ... ──events, one hand-over per step──▶ tickets
+             │                             (one of each replica)
+             └─ a request goes to the replica with the least to compute, among equals to the longest cached prefix
 
-A lost rank, or any other failure of a step, ends the thread: every open request is told at once, and later ones are
+A lost rank, or any other failure of a step, ends all threads: every open request is told at once, and later ones are
 refused.
 """
 
@@ -34,6 +36,10 @@ class Ticket:
 
     num_open: int
     """Sequences that have not ended."""
+    driver: _Driver
+    """Of the replica that answers it."""
+    num_prompt: int = 0
+    """Tokens of all its prompts."""
     events: asyncio.Queue[Event | EngineFailure] = field(default_factory=asyncio.Queue)
     sequences: list[Sequence] = field(default_factory=list)
     is_cancelled: bool = False
@@ -42,15 +48,21 @@ class Ticket:
         """Which of the request's answers an event is of."""
         return self.sequences.index(sequence)
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that are known and not computed yet."""
+        open_ones = [sequence for sequence in self.sequences if sequence.finish is None]
+        return sum(sequence.num_left for sequence in open_ones) if self.sequences else self.num_prompt
+
 
 class EngineLoop:
-    """Runs an engine until it is stopped or fails.
+    """Runs an engine, and those of its other replicas, until it is stopped or one fails.
 
     Args:
         engine: of this process; of several ranks, rank 0's.
-        watch: called in the engine's thread after each step, with its events and how many tokens it computed; and
+        watch: called in an engine's thread after each step, with its events and how many tokens it computed; and
             for sequences that nobody wants any more.
-        on_failure: called on the event loop when the engine has failed.
+        on_failure: called on the event loop when an engine has failed.
     """
 
     def __init__(
@@ -61,24 +73,24 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.failure: EngineFailure | None = None
-        self._watch = watch
         self._on_failure = on_failure
-        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._tickets: dict[Sequence, Ticket] = {}
         self._open: set[Ticket] = set()
         """Of clients that wait; the event loop's."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._drivers = [_Driver(replica, watch, self._hand_over, self._fail) for replica in engine.replicas]
 
     def start(self) -> None:
         """Begin, from the event loop that the events are for."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        for driver in self._drivers:
+            driver.start()
 
     async def stop(self) -> None:
-        """End after the step that runs; the ranks that follow end too."""
-        self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        """End after the steps that run; the ranks that follow end too."""
+        for driver in self._drivers:
+            driver.end()
+        for driver in self._drivers:
+            await asyncio.to_thread(driver.join)
 
     def submit(
         self,
@@ -92,28 +104,42 @@ class EngineLoop:
 
         Raises:
             InputError: a request that could never be answered.
-            EngineFailure: the engine has failed.
+            EngineFailure: an engine has failed.
         """
         if self.failure is not None:
             raise self.failure
         self.engine.check(prompt, params)
-        ticket = Ticket(params.n)
+        driver = self._driver_for(prompt)
+        ticket = Ticket(params.n, driver, len(prompt) * params.n)
         self._open.add(ticket)
 
         def command() -> None:
             if ticket.is_cancelled:
                 return
-            made = self.engine.enqueue(prompt, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
+            made = driver.engine.enqueue(prompt, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
             ticket.sequences = made
-            self._tickets.update(dict.fromkeys(made, ticket))
+            driver.tickets.update(dict.fromkeys(made, ticket))
 
-        self._commands.put(command)
+        driver.ask(command)
         return ticket
+
+    def _driver_for(self, prompt: Ordered[int]) -> _Driver:
+        """The least to compute, in whole steps: a smaller difference is none; then the longest cached prefix."""
+        if len(self._drivers) == 1:
+            return self._drivers[0]
+        left = dict.fromkeys(self._drivers, 0)
+        for ticket in self._open:
+            left[ticket.driver] += ticket.num_left
+        step = self.engine.options.step_tokens
+        least = min(left.values()) // step
+        equals = [driver for driver in self._drivers if left[driver] // step == least]
+        cached = {driver: len(driver.engine.scheduler.blocks.match(prompt)[0]) for driver in equals}
+        return min(equals, key=lambda driver: (-cached[driver], left[driver]))
 
     def check_room(self, count: int) -> None:
         """Raises InputError where so many more sequences would make the queue too long."""
         most, num_open = self.engine.options.max_waiting, sum(ticket.num_open for ticket in self._open)
-        waiting = max(0, num_open - len(self.engine.scheduler.running))
+        waiting = max(0, num_open - sum(len(driver.engine.scheduler.running) for driver in self._drivers))
         if waiting + count > most:
             raise InputError(
                 f"{counted(waiting, 'sequence waits', 'sequences wait')} already, and {most} may: there is no room for "
@@ -126,17 +152,84 @@ class EngineLoop:
             return
         ticket.is_cancelled = True
         self._open.discard(ticket)
+        ticket.driver.ask(lambda: ticket.driver.cancel(ticket))
 
-        def command() -> None:
-            for sequence in ticket.sequences:
-                if sequence.finish is None:
-                    self.engine.cancel(sequence)
-                    self._watch([Event(sequence, finish="abort")], 0)
-                self._tickets.pop(sequence, None)
+    # --- called in the engines' threads --------------------------------------------------------------------
 
+    def _hand_over(self, pairs: Ordered[tuple[Ticket, Event]]) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, pairs)
+
+    def _deliver(self, pairs: Ordered[tuple[Ticket, Event]]) -> None:
+        for ticket, event in pairs:
+            ticket.num_open -= event.finish is not None
+            if not ticket.num_open:
+                self._open.discard(ticket)
+            ticket.events.put_nowait(event)
+
+    def _fail(self, failed: _Driver, failure: EngineFailure) -> None:
+        """The first failure is what all are told; the other replicas end too."""
+        self.failure = self.failure or failure
+
+        def tell() -> None:
+            for ticket in self._open:
+                ticket.events.put_nowait(failure)
+            self._on_failure(failure)
+
+        for driver in self._drivers:
+            if driver is not failed:
+                driver.end()
+        if self._loop is not None and self.failure is failure:
+            self._loop.call_soon_threadsafe(tell)
+
+
+class _Driver:
+    """One engine in its thread.
+
+    Args:
+        engine: of one replica.
+        watch: as of :class:`EngineLoop`.
+        hand_over: takes a step's events that somebody waits for.
+        on_failure: takes what ended it, and itself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        watch: Callable[[Ordered[Event], int], None],
+        hand_over: Callable[[Ordered[tuple[Ticket, Event]]], None],
+        on_failure: Callable[[_Driver, EngineFailure], None],
+    ) -> None:
+        self.engine = engine
+        self.tickets: dict[Sequence, Ticket] = {}
+        self._watch = watch
+        self._hand_over, self._on_failure = hand_over, on_failure
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Begin no further step."""
+        self._commands.put(None)
+
+    def join(self) -> None:
+        """Return when it has ended."""
+        self._thread.join()
+
+    def ask(self, command: Callable[[], None]) -> None:
+        """Call it in the thread, between two steps."""
         self._commands.put(command)
 
-    # --- the engine's thread -------------------------------------------------------------------------------
+    def cancel(self, ticket: Ticket) -> None:
+        """In the thread: nobody wants these answers any more."""
+        for sequence in ticket.sequences:
+            if sequence.finish is None:
+                self.engine.cancel(sequence)
+                self._watch([Event(sequence, finish="abort")], 0)
+            self.tickets.pop(sequence, None)
 
     def _run(self) -> None:
         try:
@@ -144,11 +237,11 @@ class EngineLoop:
                 if not self.engine.is_idle:
                     events = self.engine.step()
                     self._watch(events, self.engine.last_step_tokens)
-                    self._hand_over(events)
+                    self._tell(events)
             self.engine.stop()
         except Exception as error:
             what = str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
-            self._fail(EngineFailure(f"the engine has failed: {' '.join(what.split())}"))
+            self._on_failure(self, EngineFailure(f"the engine has failed: {' '.join(what.split())}"))
 
     def _obey(self) -> bool:
         """Carry out what was asked for; wait where there is nothing else to do. False: it is to end."""
@@ -165,28 +258,10 @@ class EngineLoop:
             command()
             wait = False
 
-    def _hand_over(self, events: Ordered[Event]) -> None:
-        pairs = [(self._tickets[e.sequence], e) for e in events if e.sequence in self._tickets]
+    def _tell(self, events: Ordered[Event]) -> None:
+        pairs = [(self.tickets[e.sequence], e) for e in events if e.sequence in self.tickets]
         for event in events:
             if event.finish is not None:
-                self._tickets.pop(event.sequence, None)
-        if pairs and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, pairs)
-
-    def _deliver(self, pairs: Ordered[tuple[Ticket, Event]]) -> None:
-        for ticket, event in pairs:
-            ticket.num_open -= event.finish is not None
-            if not ticket.num_open:
-                self._open.discard(ticket)
-            ticket.events.put_nowait(event)
-
-    def _fail(self, failure: EngineFailure) -> None:
-        self.failure = failure
-
-        def tell() -> None:
-            for ticket in self._open:
-                ticket.events.put_nowait(failure)
-            self._on_failure(failure)
-
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(tell)
+                self.tickets.pop(event.sequence, None)
+        if pairs:
+            self._hand_over(pairs)

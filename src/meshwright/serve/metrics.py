@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
 from time import monotonic
 
@@ -12,7 +12,7 @@ from prometheus_client.metrics import Histogram
 from prometheus_client.registry import Collector
 
 from meshwright.serve.request import Sequence
-from meshwright.serve.scheduler import Scheduler
+from meshwright.serve.scheduler import Counts, Scheduler
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -31,14 +31,14 @@ class Metrics:
     """Counters and times of one server.
 
     Args:
-        scheduler: whose counts are shown.
+        schedulers: whose counts are shown; several are told apart by a label `replica`.
         model_name: label of all of them.
         block_bytes: of a block of the cache on this rank.
     """
 
-    def __init__(self, scheduler: Scheduler, model_name: str, block_bytes: int = 0) -> None:
+    def __init__(self, schedulers: Ordered[Scheduler], model_name: str, block_bytes: int = 0) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Counts(scheduler, model_name, block_bytes))
+        self._registry.register(_Counts(schedulers, model_name, block_bytes))
         self._clock = monotonic
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         self._times = {
@@ -85,52 +85,64 @@ class Metrics:
 
 
 class _Counts(Collector):
-    """The scheduler's own numbers, read when they are asked for."""
+    """The schedulers' own numbers, read when they are asked for."""
 
-    def __init__(self, scheduler: Scheduler, model_name: str, block_bytes: int) -> None:
-        self._scheduler = scheduler
+    def __init__(self, schedulers: Ordered[Scheduler], model_name: str, block_bytes: int) -> None:
+        self._schedulers = schedulers
         self._block_bytes = block_bytes
-        self._model = model_name
+        several = len(schedulers) > 1
+        self._names = ("model_name", "replica") if several else ("model_name",)
+        self._labels = [(model_name, str(at)) if several else (model_name,) for at in range(len(schedulers))]
 
     def collect(self) -> Iterator[Metric]:
         """The families."""
-        s, blocks, counts = self._scheduler, self._scheduler.blocks, self._scheduler.counts
-        for name, about, value in (
-            ("num_requests_running", "Sequences that take part in steps.", len(s.running)),
-            ("num_requests_waiting", "Sequences that wait.", len(s.waiting)),
-            ("kv_cache_usage_perc", "Share of the cache's blocks that are held; 1 is all.",
-             blocks.num_held / blocks.num_blocks),
-            ("num_requests_swapped", "Sequences that wait with keys and values on the host.",
-             sum(bool(sequence.host_blocks) for sequence in list(s.waiting))),
-            ("cpu_cache_usage_perc", "Share of the host's blocks that are held; 1 is all.",
-             s.host.num_held / s.host.num_blocks if s.host else 0.0),
-        ):  # fmt: skip
-            yield self._gauge(name, about, (), ((), float(value)))
-        config = {"block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.num_blocks)}
-        yield self._gauge("cache_config_info", "Sizes of the cache.", tuple(config), (tuple(config.values()), 1.0))
-        for name, about, count in (
-            ("num_preemptions", "Sequences sent back to the queue.", counts.preemptions),
-            ("swapped_out_blocks", "Blocks copied to the host.", counts.swapped_out),
-            ("swapped_in_blocks", "Blocks copied back from the host.", counts.swapped_back),
-            ("swapped_bytes", "Bytes of both on this rank.",
-             (counts.swapped_out + counts.swapped_back) * self._block_bytes),
-            ("prefix_cache_queries", "Tokens of prompts looked for in the prefix cache.", counts.prefix_queries),
-            ("prefix_cache_hits", "Tokens of prompts found there.", counts.prefix_hits),
-            ("prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
-            ("generation_tokens", "Tokens of answers.", counts.generation_tokens),
-        ):  # fmt: skip
-            family = CounterMetricFamily(f"vllm:{name}", about, labels=("model_name",))
-            family.add_metric((self._model,), count)
-            yield family
-        ends = CounterMetricFamily("vllm:request_success", "Answers by end.", labels=("model_name", "finished_reason"))
-        for why, count in dict(counts.finished).items():
-            ends.add_metric((self._model, why), count)
+        for name, about, value in _GAUGES:
+            yield self._family(GaugeMetricFamily, name, about, value)
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "Sizes of the cache.", labels=(*self._names, "block_size", "num_gpu_blocks")
+        )
+        for labels, scheduler in zip(self._labels, self._schedulers, strict=True):
+            blocks = scheduler.blocks
+            config.add_metric((*labels, str(blocks.block_size), str(blocks.num_blocks)), 1.0)
+        yield config
+        for name, about, count in _COUNTERS:
+            yield self._family(CounterMetricFamily, name, about, lambda s, count=count: count(s.counts))
+        yield self._family(
+            CounterMetricFamily, "swapped_bytes", "Bytes of blocks that were swapped, on a rank.",
+            lambda s: (s.counts.swapped_out + s.counts.swapped_back) * self._block_bytes,
+        )  # fmt: skip
+        ends = CounterMetricFamily("vllm:request_success", "Answers by end.", labels=(*self._names, "finished_reason"))
+        for labels, scheduler in zip(self._labels, self._schedulers, strict=True):
+            for why, count in dict(scheduler.counts.finished).items():
+                ends.add_metric((*labels, why), count)
         yield ends
 
-    def _gauge(
-        self, name: str, about: str, labels: tuple[str, ...], *values: tuple[Ordered[str], float]
-    ) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"vllm:{name}", about, labels=("model_name", *labels))
-        for own, value in values:
-            family.add_metric((self._model, *own), value)
+    def _family(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, about: str,
+        value: Callable[[Scheduler], float],
+    ) -> Metric:  # fmt: skip
+        family = kind(f"vllm:{name}", about, labels=self._names)
+        for labels, scheduler in zip(self._labels, self._schedulers, strict=True):
+            family.add_metric(labels, float(value(scheduler)))
         return family
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[Scheduler], float]], ...] = (
+    ("num_requests_running", "Sequences that take part in steps.", lambda s: len(s.running)),
+    ("num_requests_waiting", "Sequences that wait.", lambda s: len(s.waiting)),
+    ("kv_cache_usage_perc", "Share of the cache's blocks that are held; 1 is all.",
+     lambda s: s.blocks.num_held / s.blocks.num_blocks),
+    ("num_requests_swapped", "Sequences that wait with keys and values on the host.",
+     lambda s: sum(bool(sequence.host_blocks) for sequence in list(s.waiting))),
+    ("cpu_cache_usage_perc", "Share of the host's blocks that are held; 1 is all.",
+     lambda s: s.host.num_held / s.host.num_blocks if s.host else 0.0),
+)  # fmt: skip
+_COUNTERS: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
+    ("num_preemptions", "Sequences sent back to the queue.", lambda c: c.preemptions),
+    ("swapped_out_blocks", "Blocks copied to the host.", lambda c: c.swapped_out),
+    ("swapped_in_blocks", "Blocks copied back from the host.", lambda c: c.swapped_back),
+    ("prefix_cache_queries", "Tokens of prompts looked for in the prefix cache.", lambda c: c.prefix_queries),
+    ("prefix_cache_hits", "Tokens of prompts found there.", lambda c: c.prefix_hits),
+    ("prompt_tokens", "Tokens of prompts.", lambda c: c.prompt_tokens),
+    ("generation_tokens", "Tokens of answers.", lambda c: c.generation_tokens),
+)

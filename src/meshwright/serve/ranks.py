@@ -1,6 +1,10 @@
 """How a step reaches the ranks that compute it. Rank 0 decides what runs; the other ranks follow it, step by step.
 
-    batch ── as one vector, over all ranks ──▶ every rank's runner ─▶ logits on rank 0
+    rank 0 ─┬─ batch as one vector, over all ranks of its replica ─▶ every rank's runner ─▶ logits on rank 0
+            └─ batch ─▶ first rank of another replica ─▶ its ranks ─▶ their runners ─▶ logits ─▶ rank 0
+
+With dp = n there are n replicas, each of tp × pp ranks, and rank 0 decides for all of them: the first rank of each
+hears it over dp, and tells its own ranks, those of the first stage over tp and each of these its stages over pp.
 
 Instead of a batch's length, `STOP` ends :func:`follow`, and `NOTHING` is a sign of life: a rank gives up where nothing
 comes for too long.
@@ -13,17 +17,24 @@ from typing import Protocol
 import torch
 
 from meshwright.comm.collectives import broadcast
-from meshwright.core.axes import WORLD
+from meshwright.comm.mesh import Mesh
+from meshwright.comm.p2p import recv_start, send_start
+from meshwright.core.axes import DP, EP, PP, TP, WORLD
 from meshwright.serve.batch import Batch
 from meshwright.serve.runner import Runner
 
 STOP, NOTHING = 0, -1
+LENGTH_TAG, BATCH_TAG, LOGITS_TAG = 2, 3, 4
+"""Between rank 0 and the first ranks of other replicas."""
 
 
 class Ranks(Protocol):
-    """Who computes the steps of an engine."""
+    """Who computes the steps of an engine: each is started, and then waited for."""
 
-    def compute(self, batch: Batch) -> torch.Tensor | None:
+    def start(self, batch: Batch) -> None:
+        """Tell it. Raises RankError: a rank is lost."""
+
+    def wait(self) -> torch.Tensor | None:
         """Logits [W, V] of the wanted rows; None where none are wanted. Raises RankError: a rank is lost."""
 
     def beat(self) -> None:
@@ -38,9 +49,16 @@ class Alone:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._batch: Batch | None = None
 
-    def compute(self, batch: Batch) -> torch.Tensor | None:
-        """As :meth:`Ranks.compute`."""
+    def start(self, batch: Batch) -> None:
+        """Nobody else is told."""
+        self._batch = batch
+
+    def wait(self) -> torch.Tensor | None:
+        """Computes it here."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
         return self._runner.run(batch)
 
     def beat(self) -> None:
@@ -50,22 +68,22 @@ class Alone:
         """Nobody listens."""
 
 
-class Together:
-    """All ranks of a run, of which this is rank 0; the others :func:`follow`."""
+class Together(Alone):
+    """The ranks of one replica, of which this is the first; the others :func:`follow`."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner, self._world = runner, runner.mesh[WORLD]
+        super().__init__(runner)
+        self._mesh = runner.mesh
 
-    def compute(self, batch: Batch) -> torch.Tensor | None:
-        """As :meth:`Ranks.compute`."""
-        if self._world.size > 1:
-            vector = torch.from_numpy(batch.to_vector()).to(self._world.device)
-            self._say(len(vector))
-            broadcast(vector, self._world, 0)
-        return self._runner.run(batch)
+    def start(self, batch: Batch) -> None:
+        """Tell those that follow."""
+        super().start(batch)
+        vector = torch.from_numpy(batch.to_vector()).to(self._mesh.device)
+        self._say(len(vector))
+        _pass_on(vector, self._mesh)
 
     def beat(self) -> None:
-        """A sign of life for those that follow."""
+        """For those that follow."""
         self._say(NOTHING)
 
     def stop(self) -> None:
@@ -73,15 +91,93 @@ class Together:
         self._say(STOP)
 
     def _say(self, number: int) -> None:
-        if self._world.size > 1:
-            broadcast(torch.tensor([number], device=self._world.device), self._world, 0)
+        _pass_on(torch.tensor([number], device=self._mesh.device), self._mesh)
+
+
+class Distant:
+    """The ranks of another replica: on rank 0.
+
+    Args:
+        runner: of rank 0.
+        index: of the replica.
+    """
+
+    def __init__(self, runner: Runner, index: int) -> None:
+        self._dp, self._index, self._shape = runner.mesh[DP], index, runner.logits_shape
+        self._wanted = 0
+
+    def start(self, batch: Batch) -> None:
+        """Send it."""
+        vector = torch.from_numpy(batch.to_vector()).to(self._dp.device)
+        self._wanted = len(batch.wanted)
+        self._say(len(vector))
+        send_start(vector, self._dp, self._index, BATCH_TAG).wait()
+
+    def wait(self) -> torch.Tensor | None:
+        """Receive its logits."""
+        if not self._wanted:
+            return None
+        width, dtype = self._shape
+        logits = torch.empty(self._wanted, width, dtype=dtype, device=self._dp.device)
+        recv_start(logits, self._dp, self._index, LOGITS_TAG).wait()
+        return logits
+
+    def beat(self) -> None:
+        """For all of them."""
+        self._say(NOTHING)
+
+    def stop(self) -> None:
+        """End :func:`follow` there."""
+        self._say(STOP)
+
+    def _say(self, number: int) -> None:
+        send_start(torch.tensor([number], device=self._dp.device), self._dp, self._index, LENGTH_TAG).wait()
+
+
+def has_replicas(mesh: Mesh) -> bool:
+    """Whether each rank of dp has requests of its own."""
+    return mesh[DP].size > 1 and (EP not in mesh.axes or mesh[EP].size == 1)
+
+
+def _pass_on(numbers: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """numbers ← those of the replica's first rank, on all of its ranks. Returns them."""
+    axes = [mesh[WORLD]]
+    if has_replicas(mesh):
+        axes = [mesh[PP]] if mesh[PP].index else [mesh[TP], mesh[PP]]
+    for axis in axes:
+        if axis.size > 1:
+            broadcast(numbers, axis, 0)
+    return numbers
 
 
 def follow(runner: Runner) -> None:
     """On a rank other than 0: compute what rank 0 tells, until it stops. Raises RankError where it is lost."""
-    world = runner.mesh[WORLD]
-    length = torch.empty(1, dtype=torch.int64, device=world.device)
-    while (count := int(broadcast(length, world, 0))) != STOP:
+    mesh = runner.mesh
+    if has_replicas(mesh) and mesh[DP].index and not mesh[TP].index and not mesh[PP].index:
+        _lead(runner)
+        return
+    length = torch.empty(1, dtype=torch.int64, device=mesh.device)
+    while (count := int(_pass_on(length, mesh))) != STOP:
         if count != NOTHING:
-            vector = torch.empty(count, dtype=torch.int64, device=world.device)
-            runner.run(Batch.from_vector(broadcast(vector, world, 0).cpu().numpy()))
+            vector = torch.empty(count, dtype=torch.int64, device=mesh.device)
+            runner.run(Batch.from_vector(_pass_on(vector, mesh).cpu().numpy()))
+
+
+def _lead(runner: Runner) -> None:
+    """On the first rank of a replica other than that of rank 0."""
+    dp, own = runner.mesh[DP], Together(runner)
+    length = torch.empty(1, dtype=torch.int64, device=dp.device)
+    while True:
+        recv_start(length, dp, 0, LENGTH_TAG).wait()
+        if (count := int(length)) == STOP:
+            own.stop()
+            return
+        if count == NOTHING:
+            own.beat()
+            continue
+        vector = torch.empty(count, dtype=torch.int64, device=dp.device)
+        recv_start(vector, dp, 0, BATCH_TAG).wait()
+        own.start(Batch.from_vector(vector.cpu().numpy()))
+        logits = own.wait()
+        if logits is not None:
+            send_start(logits.contiguous(), dp, 0, LOGITS_TAG).wait()

@@ -69,7 +69,7 @@ class Runner:
         self.spec = spec
         self.mesh = mesh
         self.dtype = DTYPES[strategy.recipe.parameter]
-        self._num_blocks = num_blocks
+        self._num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
         self._step = Step()
         self._ropes: list[StepRope] = []
         pipeline.cut(model, spec, strategy, mesh[PP].index)
@@ -92,6 +92,11 @@ class Runner:
     def cache_bytes(self) -> int:
         """Of the keys and values on this rank."""
         return sum(layer.nbytes for layer in self.cache)
+
+    @property
+    def logits_shape(self) -> tuple[int, torch.dtype]:
+        """Columns and dtype of what :meth:`run` gives."""
+        return self.spec.vocab_size, torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def block_bytes(self) -> int:

@@ -103,6 +103,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
+    def num_left(self) -> int:
+        """Tokens of all sequences that are known and not computed yet."""
+        return sum(sequence.num_left for sequence in (*self.running, *self.waiting))
+
+    @property
     def longest(self) -> int:
         """Tokens that the whole cache holds."""
         return self.blocks.num_blocks * self.blocks.block_size

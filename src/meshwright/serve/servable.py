@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.model import ModelSpec
+from meshwright.core.plan import Plan
 from meshwright.core.serving import ServingPlan
 from meshwright.core.strategy import Strategy
 
@@ -15,12 +16,33 @@ def check_plan(plan: ServingPlan) -> None:
     check_servable(plan.model, plan.strategy)
 
 
+def served_strategy(plan: Plan | ServingPlan | None, precision: str, replicas: int | None) -> Strategy:
+    """How a model is divided, and how often it is there.
+
+    Args:
+        plan: of either kind; None: one rank for each replica.
+        precision: without a plan.
+        replicas: behind one server; None: as many as the plan has, one without.
+
+    Raises:
+        UnsupportedError: replicas of a plan whose experts lie over all ranks of dp.
+    """
+    strategy = plan.strategy if plan else Strategy.model_validate({"precision": precision})
+    if replicas is None:
+        return strategy
+    if strategy.ep > 1:
+        raise UnsupportedError(
+            f"--replicas {replicas}: the plan lays experts over dp={strategy.dp} ranks (expert.degree={strategy.ep}), "
+            "which serve one replica; leave --replicas out, or plan with expert.degree=1"
+        )
+    return strategy.model_copy(update={"dp": replicas})
+
+
 def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     """Raises UnsupportedError where a model, or a way to divide it, cannot be served."""
     s = strategy
     for what, is_set in (
         (f"expert.tensor={s.et} with tp={s.tp}", s.et != s.tp),
-        (f"dp={s.dp}", s.dp > 1 and s.ep == 1),
         (f"dp={s.dp} with expert.degree={s.ep}", s.ep > 1 and s.dp != s.ep),
         (f"context.degree={s.cp}", s.cp > 1),
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
@@ -33,8 +55,8 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     ):
         if is_set:
             raise UnsupportedError(
-                f"{what}: serving divides a model over tp and pp, and its experts over all ranks of dp "
-                "(expert.degree=dp); take it out of the plan"
+                f"{what}: serving divides a model over tp and pp, for each of dp replicas, or the experts of one over "
+                "all ranks of dp (expert.degree=dp); take it out of the plan"
             )
     if spec.num_experts and spec.gate.capacity_factor is not None:
         raise UnsupportedError(
