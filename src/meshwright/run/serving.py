@@ -107,10 +107,10 @@ def _greeting(engine: Engine, name: str, bound: socket.socket) -> str:
     blocks, several = engine.scheduler.blocks, len(engine.replicas)
     cached = blocks.num_blocks * blocks.block_size
     where = f", on each of {several} replicas" if several > 1 else ""
-    requests = counted(cached // engine.max_length, "request")
+    requests, mib = counted(cached // engine.max_length, "request"), engine.runner.cache_bytes / 2**20
     return (
-        f"serving {name} at http://{host}:{port}{where}: cache of {cached:,} tokens "
-        f"({engine.runner.cache_bytes / 2**20:,.0f} MiB on each rank), {requests} of {engine.max_length:,} tokens at once"
+        f"serving {name} at http://{host}:{port}{where}: cache of {cached:,} tokens ({mib:,.0f} MiB on each "
+        f"rank), {requests} of {engine.max_length:,} tokens at once"
     )
 
 
