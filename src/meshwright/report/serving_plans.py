@@ -146,13 +146,13 @@ def compare_serving(now: ServingForecast, then: ServingForecast) -> dict[str, li
 
 
 def beside_forecast(forecast: ServingForecast, summary: Summary) -> list[Comparison]:
-    """What clients saw beside what was forecast for them; means, of one replica.
+    """What clients saw beside what was forecast for them; means, rates of all replicas together.
 
-    Beyond what a replica sustains its queue only grows: then the forecast is that of the most that it sustains.
+    Beyond what these sustain their queues only grow: then the forecast is that of the most that they sustain.
     """
     is_beyond = forecast.utilisation > 1
     load, asked = forecast.most.load if is_beyond else forecast.now, forecast.requests
-    per_s = load.rate_per_s if is_beyond else asked.rate_per_s
+    per_s = forecast.most_per_s if is_beyond else asked.rate_per_s
     seen = {what: spread["mean"] for what, spread in summary.times_s.items()}
     whole_s = load.ttft_s + (asked.output_tokens - 1) * load.tpot_s
     return [
