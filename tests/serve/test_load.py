@@ -15,9 +15,11 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
+from meshwright.core.serving import Layout, Requests, ServingPlan
+from meshwright.core.sources import load_cluster
 from meshwright.models.hf import export
 from meshwright.train.tokenizer import save_tokenizer
-from tests.end_to_end.shell import MESHWRIGHT, started
+from tests.end_to_end.shell import MESHWRIGHT, ranks_of, started
 from tests.models.tiny import random_model
 from tests.serve.conftest import tiny_engine
 from tests.serve.storm import Storm, Tally
@@ -27,6 +29,7 @@ CONTEXT = 512
 WAIT_S = 30.0
 """Longer than any answer may take, on a machine that does much else."""
 MINUTES = float(os.environ.get("MESHWRIGHT_STORM_MINUTES", "10"))
+"""Of one rank and two together."""
 GROWTH = 1.05
 """Of the server's memory, from the first quarter of the load to the last."""
 
@@ -78,13 +81,19 @@ def test_a_storm_notices_what_is_wrong(run_server):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(tmp_path: Path, num_ranks: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     engine = tiny_engine()
     spec = engine.spec.model_copy(update={"num_layers": 8})  # so that the smallest cache is full at times
     export(tmp_path / "model", spec, random_model(spec).stored())
     assert engine.tokenizer is not None
     save_tokenizer(engine.tokenizer, tmp_path / "model")
     options = ["--port", "0", "--cache-mib", "1", "--block-size", "4"]
+    if num_ranks > 1:
+        layout = Layout(tp=num_ranks, precision="fp32", num_blocks=1, block_size=4)
+        requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+        plan = ServingPlan(model=spec, cluster=load_cluster(f"local:{num_ranks}"), requests=requests, layout=layout)
+        plan.save(tmp_path / "plan.toml")
+        options += ["--plan", str(tmp_path / "plan.toml")]
     with started([*MESHWRIGHT, "serve", str(tmp_path / "model"), *options]) as process:
         assert process.stdout is not None
         url = re.search(r"http://\S+:\d+", process.stdout.readline())
@@ -106,13 +115,14 @@ def metric(url: str, name: str) -> float:
 
 @pytest.mark.timed
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory in /proc")
-def test_a_long_storm(server: tuple[subprocess.Popen[str], str]):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_long_storm(server: tuple[subprocess.Popen[str], str], num_ranks: int):
     process, url = server
-    tally, memory = Tally(), []
-    until = time.monotonic() + 60 * MINUTES
+    tally, memory, duration_s = Tally(), [], 60 * MINUTES / 2
+    until = time.monotonic() + duration_s
     for turn in range(10**6):
-        asyncio.run(Storm(url, CONTEXT, seed=turn, tally=tally).run(60 * MINUTES / 40, num_clients=48))
-        memory.append(resident_bytes(process.pid))
+        asyncio.run(Storm(url, CONTEXT, seed=turn, tally=tally).run(duration_s / 40, num_clients=48))
+        memory.append(sum(map(resident_bytes, [process.pid, *ranks_of(process.pid).values()])))
         if time.monotonic() >= until:
             break
     time.sleep(1)

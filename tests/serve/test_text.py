@@ -11,7 +11,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from meshwright.serve.text import UNKNOWN, Detokenizer, StopFinder
+from meshwright.serve.text import UNKNOWN, StopFinder, WindowDetokenizer, detokenizers
 
 
 def byte_level() -> Tokenizer:
@@ -32,7 +32,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = detokenizers(tokenizer)()
     return [*map(detokenizer.push, ids), detokenizer.finish()]
 
 
@@ -45,13 +45,37 @@ def test_characters_of_many_tokens_come_whole(text: str):
     assert max(map(len, found)) == 1, "each character as soon as it is there"
 
 
-@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def byte_level_with_added() -> Tokenizer:
+    """Bytes, and tokens that were added as they are written, some of them special."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens(["ab cd", "🦙", "Ġx"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_level_with_added, byte_fallback])
 def test_any_tokens_decode_as_they_do_at_once(make):
     tokenizer, draw = make(), random.Random(0)
-    for _ in range(150):
+    for _ in range(300):
         ids = [draw.randrange(tokenizer.get_vocab_size()) for _ in range(draw.randrange(1, 14))]
-        ids += tokenizer.encode("漢").ids if make is byte_level else []
+        ids += tokenizer.encode("漢").ids if make is not byte_fallback else []
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids), ids
+
+
+def test_bytes_and_windows_give_the_same_text():
+    tokenizer, draw = byte_level_with_added(), random.Random(1)
+    assert not isinstance(detokenizers(tokenizer)(), WindowDetokenizer)
+    assert isinstance(detokenizers(byte_fallback())(), WindowDetokenizer)
+    some = list("ďab漢🦙 ") + ["<s>", "ab cd"]
+    for _ in range(50):
+        ids = tokenizer.encode("".join(draw.choices(some, k=9)), add_special_tokens=False).ids
+        window = WindowDetokenizer(tokenizer)
+        assert pieces(tokenizer, ids) == [*map(window.push, ids), window.finish()]
+
+
+def test_a_token_that_the_tokenizer_does_not_know_is_no_text():
+    tokenizer = byte_level()
+    assert pieces(tokenizer, [tokenizer.token_to_id("a"), 9999, tokenizer.token_to_id("b")]) == ["a", "", "b", ""]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

@@ -49,7 +49,7 @@ from meshwright.serve.sampler import Choice, Logprobs, choose, logprobs_of
 from meshwright.serve.scheduler import Chunk, Scheduler
 from meshwright.serve.servable import check_servable
 from meshwright.serve.swap import Pace
-from meshwright.serve.text import Detokenizer, StopFinder, encode
+from meshwright.serve.text import Detokenizer, StopFinder, detokenizers, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,7 @@ class Engine:
         self.options = options or ServeOptions()
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
+        self._detokenizer = None if tokenizer is None else detokenizers(tokenizer)
         self._special_tokens = special_tokens
         strategy = plan.strategy if isinstance(plan, Plan) else plan or Strategy(precision=_precision(model))
         check_servable(self.spec, strategy)
@@ -275,12 +276,9 @@ class Engine:
         for sequence in made:
             sequence.arrived_s = now
             sequence.matcher = matchers() if matchers else None
-            self._outputs[sequence] = _Output(self._detokenizer(), StopFinder(params.stop))
+            self._outputs[sequence] = _Output(self._detokenizer and self._detokenizer(), StopFinder(params.stop))
             self.scheduler.add(sequence)
         return made
-
-    def _detokenizer(self) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer)
 
     def cancel(self, sequence: Sequence) -> None:
         """Nobody wants this answer any more: its blocks are given up at once."""

@@ -6,10 +6,13 @@ what may become a stop string. All pieces together are what decoding all tokens 
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from meshwright.core.errors import InputError
 
@@ -18,6 +21,20 @@ UNKNOWN = "\ufffd"
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A token that stands for one byte: a decoder looks at the whole run of them before it writes any."""
+
+WINDOW = 4
+"""Tokens after which a window moves on, each time by one decoding more."""
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letters by which byte-level tokenizers write bytes: printable ones stand for themselves, others for what follows
+    all bytes (Radford et al. 2019)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_letters()
 
 
 def encode(tokenizer: Tokenizer | None, text: str, special: bool) -> list[int]:
@@ -34,8 +51,51 @@ def encode(tokenizer: Tokenizer | None, text: str, special: bool) -> list[int]:
     return list(tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
 
-class Detokenizer:
-    """The text of one answer.
+class TokenBytes:
+    """What each token of a byte-level tokenizer stands for, whatever stands before it.
+
+    Tokens that are special stand for nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {id_ for id_, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._found: dict[int, bytes] = {}
+
+    def __getitem__(self, token: int) -> bytes:
+        found = self._found.get(token)
+        if found is None:
+            found = self._found[token] = self._bytes_of(token)
+        return found
+
+    def _bytes_of(self, token: int) -> bytes:
+        name = None if token in self._special else self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        try:
+            return bytes(map(_BYTE_OF.__getitem__, name))
+        except KeyError:  # a token that was added as it is written
+            return name.encode()
+
+
+class ByteDetokenizer:
+    """The text of one answer of a byte-level tokenizer: bytes follow one another, and each is looked at once."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """One more token; the text that is certain now and was not before."""
+        return self._decoder.decode(self._bytes[token])
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """The text of one answer of any tokenizer.
 
     A window of the newest tokens is decoded each time, from one place where the text stood firm to the end; text that
     depends on the token before it, as a leading space does, is right because the window begins one such place earlier.
@@ -47,7 +107,7 @@ class Detokenizer:
         self._start = 0
         """First token of the window."""
         self._firm = 0
-        """First token after the last place where the text stood firm."""
+        """First token after a place where the text stood firm."""
         self._given = 0
         """Characters of the window's text that were given out."""
 
@@ -59,7 +119,7 @@ class Detokenizer:
         certain = self._given if is_byte else len(text) - text.endswith(UNKNOWN)
         piece = text[self._given : certain]
         self._given = max(self._given, certain)
-        if certain == len(text) and not is_byte:
+        if certain == len(text) and not is_byte and len(self._ids) - self._firm >= WINDOW:
             self._start, self._firm = self._firm, len(self._ids)
             self._given = len(self._decode(self._ids[self._start :]))
         return piece
@@ -76,6 +136,17 @@ class Detokenizer:
     def _is_byte(self, token: int) -> bool:
         name = self._tokenizer.id_to_token(token)
         return name is not None and _BYTE.fullmatch(name) is not None
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""The text of one answer, token by token."""
+
+
+def detokenizers(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
+    """Makes one for each answer."""
+    if isinstance(tokenizer.decoder, ByteLevel):
+        return partial(ByteDetokenizer, TokenBytes(tokenizer))
+    return partial(WindowDetokenizer, tokenizer)
 
 
 class StopFinder:
