@@ -89,7 +89,8 @@ def server(tmp_path: Path, num_ranks: int) -> Iterator[tuple[subprocess.Popen[st
     save_tokenizer(engine.tokenizer, tmp_path / "model")
     options = ["--port", "0", "--cache-mib", "1", "--block-size", "4"]
     if num_ranks > 1:
-        layout = Layout(tp=num_ranks, precision="fp32", num_blocks=1, block_size=4)
+        options = ["--port", "0"]
+        layout = Layout(tp=num_ranks, precision="fp32", num_blocks=256, block_size=4)
         requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
         plan = ServingPlan(model=spec, cluster=load_cluster(f"local:{num_ranks}"), requests=requests, layout=layout)
         plan.save(tmp_path / "plan.toml")

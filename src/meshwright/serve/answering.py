@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import time
 from typing import Any
 
@@ -14,7 +14,7 @@ from meshwright.core.errors import InputError
 from meshwright.serve import api
 from meshwright.serve.api import Json
 from meshwright.serve.engine import Answer, Event
-from meshwright.serve.loop import EngineFailure, EngineLoop, Ticket
+from meshwright.serve.loop import EngineFailure, EngineLoop, Mailbox, Ticket
 from meshwright.serve.request import SamplingParams
 
 FINISH = {"stop": "stop", "length": "length", "deadline": "length", "abort": "stop"}
@@ -64,17 +64,18 @@ class Answering:
     def __init__(self, loop: EngineLoop, talk: Conversation, matchers: Callable[[], Any] | None) -> None:
         self._loop = loop
         self._talk = talk
+        self._mailbox = Mailbox()
         self._tickets: list[Ticket] = []
-        self._answers: dict[int, Answer] = {}
+        self._answers = [Answer(tuple(prompt)) for prompt in talk.prompts for _ in range(talk.params.n)]
         """By the choice's index."""
         self._texts: dict[int, str] = {}
-        self._before = ""
-        """Of every chunk's text, up to its choice."""
+        self._started: set[int] = set()
+        """Choices of which a piece was sent."""
         body = talk.body
         for prompt in talk.prompts:
             loop.engine.check(prompt, talk.params)
         for prompt in talk.prompts:
-            self._tickets.append(loop.submit(prompt, talk.params, body.priority, body.timeout, matchers))
+            self._tickets.append(loop.submit(prompt, talk.params, body.priority, body.timeout, matchers, self._mailbox))
 
     async def whole(self) -> Json:
         """The answer at once.
@@ -84,9 +85,9 @@ class Answering:
             InputError: a schema that no text can match to its end.
         """
         talk = self._talk
-        async for _, _ in self._events():
+        async for _ in self._batches():
             pass
-        choices = [self._choice(index, self._answers[index]) for index in sorted(self._answers)]
+        choices = [self._choice(index, answer) for index, answer in enumerate(self._answers)]
         return {**talk.envelope(choices), "usage": self._usage()}
 
     async def stream(self) -> AsyncIterator[str]:
@@ -97,11 +98,10 @@ class Answering:
                 for index in range(talk.params.n):
                     yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
                                        "finish_reason": None})  # fmt: skip
-            started: set[int] = set()
-            async for index, event in self._events():
-                if (choice := self._piece(index, event, index not in started)) is not None:
-                    started.add(index)
-                    yield self._chunk(choice)
+            async for batch in self._batches():
+                chunks = [self._chunk_of(index, event) for index, event in batch]
+                if any(chunks):
+                    yield "".join(chunks)
             if talk.body.wants_usage:
                 yield _sent({**talk.envelope([], chunk=True), "usage": self._usage()})
         except EngineFailure as failure:
@@ -112,27 +112,27 @@ class Answering:
             return
         yield "data: [DONE]\n\n"
 
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(choice, event) until all sequences have ended; the requests end with the reader."""
+    async def _batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """(choice, event) of all that came at once, until all have ended; the requests end with the reader."""
         per_prompt, waiting = self._talk.params.n, len(self._tickets) * self._talk.params.n
-        merged = self._tickets[0].events if len(self._tickets) == 1 else asyncio.Queue()
-        pumps = [asyncio.ensure_future(_pump(t, merged)) for t in self._tickets] if len(self._tickets) > 1 else []
-        places = {id(ticket): at for at, ticket in enumerate(self._tickets)}
+        places = {ticket: at * per_prompt for at, ticket in enumerate(self._tickets)}
         try:
             while waiting:
-                found = await merged.get()
-                ticket, event = found if isinstance(found, tuple) else (self._tickets[0], found)
-                if isinstance(event, EngineFailure):
-                    raise event
-                if event.finish == "error":
-                    raise _fault(event)
-                index = places[id(ticket)] * per_prompt + ticket.index(event.sequence)
-                self._answers.setdefault(index, Answer(event.sequence.prompt)).add(event)
-                waiting -= event.finish is not None
-                yield index, event
+                batch: list[tuple[int, Event]] = []
+                fault: Exception | None = None
+                for found in await self._mailbox.take():
+                    fault = found if isinstance(found, EngineFailure) else _fault(found[1])
+                    if isinstance(found, EngineFailure) or fault is not None:
+                        break
+                    ticket, event = found
+                    index = places[ticket] + ticket.index(event.sequence)
+                    self._answers[index].add(event)
+                    waiting -= event.finish is not None
+                    batch.append((index, event))
+                yield batch
+                if fault is not None:
+                    raise fault
         finally:
-            for pump in pumps:
-                pump.cancel()
             self.close()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Answering:
     def _usage(self) -> Json:
         prompt = sum(len(prompt) for prompt in self._talk.prompts)
         cached = sum(ticket.sequences[0].num_cached for ticket in self._tickets if ticket.sequences)
-        return api.usage(prompt, sum(len(answer.tokens) for answer in self._answers.values()), cached)
+        return api.usage(prompt, sum(len(answer.tokens) for answer in self._answers), cached)
 
     def _prompt_text(self, answer: Answer) -> str:
         return self._loop.engine.decode(answer.prompt)
@@ -172,6 +172,17 @@ class Answering:
         if self._talk.echo:
             found, first, offset = answer.prompt_logprobs + answer.logprobs, answer.prompt[0], 0
         return api.text_logprobs(found, self._text_of, first, offset)
+
+    def _chunk_of(self, index: int, event: Event) -> str:
+        """What a client gets of an event; empty where that is nothing."""
+        is_first = index not in self._started
+        if event.text and event.finish is None and self._talk.params.logprobs is None and not self._talk.echo:
+            return self._plain_chunk(index, event.text)
+        choice = self._piece(index, event, is_first)
+        if choice is None:
+            return ""
+        self._started.add(index)
+        return self._chunk(choice)
 
     def _piece(self, index: int, event: Event, is_first: bool) -> Json | None:
         """A chunk's choice; None where the event brings the client nothing."""
@@ -203,13 +214,26 @@ class Answering:
 
     def _chunk(self, choice: Json) -> str:
         """What stands around the choice is the same each time."""
-        before = self._before = self._before or json.dumps(self._talk.envelope([], chunk=True)).removesuffix("]}")
+        before, after = self._around
+        return f"{before}{json.dumps(choice)}{after}"
+
+    def _plain_chunk(self, index: int, text: str) -> str:
+        """As :meth:`_chunk`, of a piece that is text and nothing else; that is nearly every one."""
+        before, after = self._around
+        name = f'"delta": {{"content": {json.dumps(text)}}}' if self._talk.is_chat else f'"text": {json.dumps(text)}'
+        return f'{before}{{"index": {index}, {name}, "logprobs": null, "finish_reason": null}}{after}'
+
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        before = json.dumps(self._talk.envelope([], chunk=True)).removesuffix("]}")
         after = ', "usage": null' if self._talk.body.wants_usage else ""
-        return f"data: {before}{json.dumps(choice)}]{after}}}\n\n"
+        return f"data: {before}", f"]{after}}}\n\n"
 
 
-def _fault(event: Event) -> EngineFailure | InputError:
-    """Why an answer cannot go on."""
+def _fault(event: Event) -> EngineFailure | InputError | None:
+    """Why an answer cannot go on; None where it can."""
+    if event.finish != "error":
+        return None
     matcher = event.sequence.matcher
     if matcher is not None and matcher.fault is not None:
         return InputError(matcher.fault)
@@ -218,12 +242,6 @@ def _fault(event: Event) -> EngineFailure | InputError:
 
 def _finish(event: Event) -> str | None:
     return None if event.finish is None else FINISH[event.finish]
-
-
-async def _pump(ticket: Ticket, into: asyncio.Queue[Any]) -> None:
-    """Events of one prompt of several, with the prompt."""
-    while True:
-        into.put_nowait((ticket, await ticket.events.get()))
 
 
 def _sent(data: Json) -> str:

@@ -91,9 +91,8 @@ def make_service(
     def watch(events: Ordered[Event], num_tokens: int) -> None:
         if num_tokens:
             metrics.step(num_tokens)
+        metrics.tokens(event.sequence for event in events if event.token is not None)
         for event in events:
-            if event.token is not None:
-                metrics.token(event.sequence)
             if event.finish is not None:
                 metrics.end(event.sequence)
 

@@ -52,7 +52,7 @@ from meshwright.serve.swap import Pace
 from meshwright.serve.text import Detokenizer, StopFinder, detokenizers, encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Event:
     """What a step brought one sequence."""
 
@@ -81,8 +81,10 @@ class Answer:
     def add(self, event: Event) -> None:
         """One more event of its sequence."""
         self.text += event.text
-        self.tokens += [] if event.token is None else [event.token]
-        self.logprobs += [] if event.logprobs is None else [event.logprobs]
+        if event.token is not None:
+            self.tokens.append(event.token)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
         self.prompt_logprobs += event.prompt_logprobs
         self.finish = event.finish or self.finish
 
@@ -330,8 +332,9 @@ class Engine:
         chosen: list[Sequence] = []
         at = 0
         for chunk in chunks:
-            wanted = chunk.count if wants_all(chunk) else int(chunk.is_last)
-            if wants_all(chunk):
+            wants_prompt = wants_all(chunk)
+            wanted = chunk.count if wants_prompt else int(chunk.is_last)
+            if wants_prompt:
                 prompt_rows[chunk.sequence] = _of_prompt(chunk, logits[at : at + wanted])
             at += wanted
             if chunk.is_last:

@@ -1,6 +1,6 @@
 """Engines in threads of their own, between requests that come and clients that wait.
 
-    event loop of the server ──commands──▶ engine thread: step, step, ... ──events, one hand-over per step──▶ tickets
+    event loop of the server ──commands──▶ engine thread: step, step, ... ──events, one hand-over per step──▶ mailboxes
              │                             (one of each replica)
              └─ a request goes to the replica with the least to compute, among equals to the longest cached prefix
 
@@ -30,17 +30,42 @@ class EngineFailure(MeshwrightError):
     """The engine has ended by a failure; no request can be answered any more."""
 
 
+Delivery = tuple["Ticket", Event] | EngineFailure
+
+
+class Mailbox:
+    """What came for one reader, on the event loop: all of a step at once, and one wake-up for it."""
+
+    def __init__(self) -> None:
+        self._came: list[Delivery] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, delivery: Delivery) -> None:
+        """For the reader."""
+        self._came.append(delivery)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[Delivery]:
+        """All that has come, in order; waits for the first."""
+        if not self._came:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        came, self._came = self._came, []
+        return came
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request of a client: its sequences' events come through `events`."""
+    """One prompt of a client's request: its sequences' events come into the mailbox."""
 
     num_open: int
     """Sequences that have not ended."""
     driver: _Driver
     """Of the replica that answers it."""
+    mailbox: Mailbox
     num_prompt: int = 0
     """Tokens of all its prompts."""
-    events: asyncio.Queue[Event | EngineFailure] = field(default_factory=asyncio.Queue)
     sequences: list[Sequence] = field(default_factory=list)
     is_cancelled: bool = False
 
@@ -99,8 +124,9 @@ class EngineLoop:
         priority: int = 0,
         timeout_s: float | None = None,
         matchers: Callable[[], object] | None = None,
+        mailbox: Mailbox | None = None,
     ) -> Ticket:
-        """Hand a request over. As :meth:`Engine.submit`.
+        """Hand a request over. As :meth:`Engine.submit`; what happens to it comes into the mailbox, or one of its own.
 
         Raises:
             InputError: a request that could never be answered.
@@ -110,7 +136,7 @@ class EngineLoop:
             raise self.failure
         self.engine.check(prompt, params)
         driver = self._driver_for(prompt)
-        ticket = Ticket(params.n, driver, len(prompt) * params.n)
+        ticket = Ticket(params.n, driver, mailbox or Mailbox(), len(prompt) * params.n)
         self._open.add(ticket)
 
         def command() -> None:
@@ -165,7 +191,7 @@ class EngineLoop:
             ticket.num_open -= event.finish is not None
             if not ticket.num_open:
                 self._open.discard(ticket)
-            ticket.events.put_nowait(event)
+            ticket.mailbox.put((ticket, event))
 
     def _fail(self, failed: _Driver, failure: EngineFailure) -> None:
         """The first failure is what all are told; the other replicas end too."""
@@ -173,7 +199,7 @@ class EngineLoop:
 
         def tell() -> None:
             for ticket in self._open:
-                ticket.events.put_nowait(failure)
+                ticket.mailbox.put(failure)
             self._on_failure(failure)
 
         for driver in self._drivers:
@@ -202,6 +228,8 @@ class _Driver:
     ) -> None:
         self.engine = engine
         self.tickets: dict[Sequence, Ticket] = {}
+        self._ready: list[tuple[Ticket, Event]] = []
+        """What the last step brought, until the event loop has it."""
         self._watch = watch
         self._hand_over, self._on_failure = hand_over, on_failure
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -232,12 +260,21 @@ class _Driver:
             self.tickets.pop(sequence, None)
 
     def _run(self) -> None:
+        """What a step brought is handed over just before the next one computes: the event loop works while this thread
+        needs no interpreter."""
         try:
             while self._obey():
-                if not self.engine.is_idle:
-                    events = self.engine.step()
-                    self._watch(events, self.engine.last_step_tokens)
-                    self._tell(events)
+                if self.engine.is_idle:
+                    self._tell()
+                    continue
+                self.engine.begin_step()
+                self._tell()
+                events = self.engine.end_step()
+                self._watch(events, self.engine.last_step_tokens)
+                self._gather(events)
+                if self.engine.is_idle:
+                    self._tell()
+            self._tell()
             self.engine.stop()
         except Exception as error:
             what = str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
@@ -258,10 +295,15 @@ class _Driver:
             command()
             wait = False
 
-    def _tell(self, events: Ordered[Event]) -> None:
-        pairs = [(self.tickets[e.sequence], e) for e in events if e.sequence in self.tickets]
+    def _gather(self, events: Ordered[Event]) -> None:
         for event in events:
-            if event.finish is not None:
-                self.tickets.pop(event.sequence, None)
+            ticket = self.tickets.get(event.sequence)
+            if ticket is not None:
+                self._ready.append((ticket, event))
+                if event.finish is not None:
+                    del self.tickets[event.sequence]
+
+    def _tell(self) -> None:
+        pairs, self._ready = self._ready, []
         if pairs:
             self._hand_over(pairs)

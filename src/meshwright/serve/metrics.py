@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ordered
+from itertools import accumulate
+from threading import Lock
 from time import monotonic
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.metrics import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from meshwright.serve.request import Sequence
 from meshwright.serve.scheduler import Counts, Scheduler
@@ -27,6 +30,32 @@ _HISTOGRAMS = {
 }
 
 
+class _Histogram(Collector):
+    """Counts by size. Equal values of one step are counted together, which the library's own cannot.
+
+    Args:
+        bounds: largest value of each bucket but the last, which has no bound.
+    """
+
+    def __init__(self, name: str, about: str, bounds: Ordered[float], model_name: str) -> None:
+        self._name, self._about, self._bounds, self._model = name, about, bounds, model_name
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """A value that came so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += times * value
+
+    def collect(self) -> Iterator[Metric]:
+        """One family."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, map(float, accumulate(list(self._counts))), strict=True))
+        family = HistogramMetricFamily(self._name, self._about, labels=("model_name",))
+        family.add_metric((self._model,), buckets=buckets, sum_value=self._sum)
+        yield family
+
+
 class Metrics:
     """Counters and times of one server.
 
@@ -34,50 +63,67 @@ class Metrics:
         schedulers: whose counts are shown; several are told apart by a label `replica`.
         model_name: label of all of them.
         block_bytes: of a block of the cache on this rank.
+        clock: seconds, as the scheduler's.
     """
 
-    def __init__(self, schedulers: Ordered[Scheduler], model_name: str, block_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        schedulers: Ordered[Scheduler],
+        model_name: str,
+        block_bytes: int = 0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Counts(schedulers, model_name, block_bytes))
-        self._clock = monotonic
-        labels = {"labelnames": ("model_name",), "registry": self._registry}
+        self._clock = clock
+        self._lock = Lock()  # engines of several replicas count
         self._times = {
-            name: Histogram(f"vllm:{name}", about, buckets=_SECONDS, **labels).labels(model_name)
-            for name, about in _HISTOGRAMS.items()
+            name: _Histogram(f"vllm:{name}", about, _SECONDS, model_name) for name, about in _HISTOGRAMS.items()
         }
-        self._step_tokens = Histogram(
-            "vllm:iteration_tokens_total", "Tokens of a step.", buckets=_TOKENS, **labels
-        ).labels(model_name)
+        self._step_tokens = _Histogram("vllm:iteration_tokens_total", "Tokens of a step.", _TOKENS, model_name)
+        for histogram in (*self._times.values(), self._step_tokens):
+            self._registry.register(histogram)
         self._first: dict[Sequence, float] = {}
         self._last: dict[Sequence, float] = {}
 
     def step(self, num_tokens: int) -> None:
         """A step computed so many tokens."""
-        self._step_tokens.observe(num_tokens)
+        with self._lock:
+            self._step_tokens.observe(num_tokens)
 
-    def token(self, sequence: Sequence) -> None:
-        """A sequence got a token just now."""
-        now, arrived_s, started = self._clock(), sequence.arrived_s, sequence.started_s or sequence.arrived_s
-        times = self._times
-        if sequence not in self._first:
-            self._first[sequence] = now
-            times["time_to_first_token_seconds"].observe(now - arrived_s)
-            times["request_queue_time_seconds"].observe(started - arrived_s)
-            times["request_prefill_time_seconds"].observe(now - started)
-        else:
-            times["inter_token_latency_seconds"].observe(now - self._last[sequence])
-        self._last[sequence] = now
+    def tokens(self, sequences: Iterable[Sequence]) -> None:
+        """These sequences got a token each just now."""
+        now, last = self._clock(), self._last
+        gaps: dict[float, int] = {}
+        with self._lock:
+            for sequence in sequences:
+                before = last.get(sequence)
+                if before is None:
+                    self._begin(sequence, now)
+                else:
+                    gaps[before] = gaps.get(before, 0) + 1
+                last[sequence] = now
+            for before, times in gaps.items():
+                self._times["inter_token_latency_seconds"].observe(now - before, times)
+
+    def _begin(self, sequence: Sequence, now: float) -> None:
+        arrived_s, started = sequence.arrived_s, sequence.started_s or sequence.arrived_s
+        self._first[sequence] = now
+        self._times["time_to_first_token_seconds"].observe(now - arrived_s)
+        self._times["request_queue_time_seconds"].observe(started - arrived_s)
+        self._times["request_prefill_time_seconds"].observe(now - started)
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended; it is forgotten."""
-        first, last = self._first.pop(sequence, None), self._last.pop(sequence, None)
-        if first is None or last is None or sequence.finish == "abort":
-            return
-        self._times["e2e_request_latency_seconds"].observe(last - sequence.arrived_s)
-        self._times["request_decode_time_seconds"].observe(last - first)
-        if len(sequence.output) > 1:
-            per_token_s = (last - first) / (len(sequence.output) - 1)
-            self._times["request_time_per_output_token_seconds"].observe(per_token_s)
+        with self._lock:
+            first, last = self._first.pop(sequence, None), self._last.pop(sequence, None)
+            if first is None or last is None or sequence.finish == "abort":
+                return
+            self._times["e2e_request_latency_seconds"].observe(last - sequence.arrived_s)
+            self._times["request_decode_time_seconds"].observe(last - first)
+            if len(sequence.output) > 1:
+                per_token_s = (last - first) / (len(sequence.output) - 1)
+                self._times["request_time_per_output_token_seconds"].observe(per_token_s)
 
     def text(self) -> bytes:
         """All of it, in Prometheus' text form."""

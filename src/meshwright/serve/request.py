@@ -146,10 +146,16 @@ class Sequence:
     finish: Finish | None = None
     matcher: Any = None
     """What follows its grammar, where it has one."""
+    takes_likeliest: bool = False
+    """Whether each of its tokens is the likeliest, and nothing more is asked about it."""
     _tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._tokens = list(self.prompt)
+        params = self.params
+        self.takes_likeliest = (
+            params.is_greedy and not params.changes_logits and params.logprobs is None and not params.min_tokens
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +32,7 @@ class Logprobs:
     """(token, log probability), likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A chosen token; None where the model's output is not finite."""
 
     token: int | None
@@ -48,7 +49,9 @@ def choose(logits: torch.Tensor, sequences: Ordered[Sequence], end_tokens: froze
     if not sequences:
         return []
     largest, places = _largest(logits)
-    finite, likeliest = largest.isfinite().tolist(), places.tolist()
+    finite, likeliest = list(map(isfinite, largest.tolist())), places.tolist()
+    if all(finite) and all(s.takes_likeliest for s in sequences):
+        return list(map(Choice, likeliest))
     together = [row for row, s in enumerate(sequences) if finite[row] and _draws_simply(s.params) and not _changes(s)]
     drawn = dict(zip(together, _draw_all(logits, largest, together, sequences)))
     choices = []
