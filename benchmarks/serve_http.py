@@ -69,7 +69,9 @@ async def read(port: int, load: int, turn: int, num_tokens: int) -> int:
         body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         content = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
         writer.write(head.encode() + content)
         found = await reader.read(-1)
         writer.close()

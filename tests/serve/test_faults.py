@@ -15,8 +15,10 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import InputError
 from meshwright.serve import api
+from meshwright.serve.answering import Answering
 from meshwright.serve.api import CompletionBody
 from meshwright.serve.app import make_app
+from meshwright.serve.engine import Event
 from meshwright.serve.request import SamplingParams
 from tests.serve.conftest import Running, tiny_engine, tiny_service
 from tests.serve.test_server import GOOD, post, schema_form, settles
@@ -206,3 +208,57 @@ def test_requests_that_were_left_are_forgotten(served: Running):
     loop, metrics = served.service.loop, served.service.metrics
     held = (metrics._first, metrics._last, loop._open, loop._drivers[0].tickets, served.engine._outputs)
     assert [len(one) for one in held] == [0] * len(held)
+
+
+def test_what_a_step_brings_comes_together_and_before_the_next_one_computes(run_server):
+    """One wake-up for all answers of a request, while the model runs: never a step later, and none is lost."""
+    served = run_server()
+    loop, runs, handed = served.service.loop, [], []
+    run, deliver = served.engine.runner.run, loop._deliver
+
+    def watched_run(batch):
+        assert not loop._ready, "events of the step before are with the event loop"
+        runs.append(1)
+        return run(batch)
+
+    def watched_deliver(pairs):
+        handed.append((len(pairs), len(runs)))
+        deliver(pairs)
+
+    served.engine.runner.run, loop._deliver = watched_run, watched_deliver
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 6, "ignore_eos": True}
+    answer = post(served, "/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == 24
+    assert sum(count for count, _ in handed) == 24
+    assert len(handed) < len(runs) + 1
+    assert max(count for count, _ in handed) == 4
+    assert settles(served)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_piece_that_is_written_by_hand_is_what_json_writes(served: Running, monkeypatch, path: str):
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 40, "ignore_eos": True,
+            "temperature": 2, "seed": 5, "stream": True, "n": 2}  # fmt: skip
+    body.pop("messages" if path == "/v1/completions" else "prompt")
+
+    def pieces() -> list[list[dict]]:
+        """Of each choice, without what differs from answer to answer."""
+        found: list[list[dict]] = [[], []]
+        for line in post(served, path, body).text.splitlines():
+            if line.startswith("data: {"):
+                piece = json.loads(line.removeprefix("data: "))
+                assert line == f"data: {json.dumps(piece)}"
+                del piece["id"], piece["created"]
+                found[piece["choices"][0]["index"]].append(piece)
+        return found
+
+    by_hand = pieces()
+
+    def slowly(self: Answering, index: int, text: str) -> str:
+        calls.append(text)
+        return self._chunk(self._piece(index, Event(None, text), True))
+
+    calls: list[str] = []
+    monkeypatch.setattr(Answering, "_plain_chunk", slowly)
+    assert pieces() == by_hand
+    assert any(not text.isascii() or '"' in text or "\\" in text or text < " " for text in calls)

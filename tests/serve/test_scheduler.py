@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import InputError
 from meshwright.serve.blocks import BlockManager
+from meshwright.serve.metrics import Metrics
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams, Sequence, derived_seed, sequences, uniform
 from meshwright.serve.scheduler import Scheduler
@@ -320,3 +321,28 @@ def test_params_that_are_none_are_refused_in_one_line(wrong: dict[str, object], 
     with pytest.raises(InputError, match=says) as error:
         SamplingParams(**wrong)
     assert "\n" not in str(error.value)
+
+
+def test_times_of_a_step_are_counted_together():
+    """Three answers that run, one that begins: as if each had been counted alone."""
+    now = [10.0]
+    metrics = Metrics(Scheduler(ServeOptions(num_blocks=8), BlockManager(8, 4, False)), "m", lambda: now[0])
+    some = [Sequence(at, (1,), SamplingParams(), 0, 9, 0.0) for at in range(4)]
+    for sequence in some:
+        sequence.arrived_s, sequence.started_s = 9.0, 9.5
+    metrics.tokens(some[:3])
+    now[0] = 10.03
+    metrics.tokens(some)
+    text = metrics.text().decode()
+    for line in (
+        'inter_token_latency_seconds_count{model_name="m"} 3.0',
+        'inter_token_latency_seconds_bucket{le="0.02",model_name="m"} 0.0',
+        'inter_token_latency_seconds_bucket{le="0.04",model_name="m"} 3.0',
+        'inter_token_latency_seconds_bucket{le="+Inf",model_name="m"} 3.0',
+        'time_to_first_token_seconds_count{model_name="m"} 4.0',
+        'time_to_first_token_seconds_bucket{le="1.0",model_name="m"} 3.0',
+        'request_prefill_time_seconds_bucket{le="0.5",model_name="m"} 3.0',
+    ):
+        assert f"vllm:{line}\n" in text, line
+    total = next(line for line in text.splitlines() if line.startswith("vllm:inter_token_latency_seconds_sum"))
+    assert float(total.split()[-1]) == pytest.approx(0.09)
