@@ -66,7 +66,7 @@ def test_bytes_and_windows_give_the_same_text():
     tokenizer, draw = byte_level_with_added(), random.Random(1)
     assert not isinstance(detokenizers(tokenizer)(), WindowDetokenizer)
     assert isinstance(detokenizers(byte_fallback())(), WindowDetokenizer)
-    some = list("ďab漢🦙 ") + ["<s>", "ab cd"]
+    some = [*"ďab漢🦙 ", "<s>", "ab cd"]
     for _ in range(50):
         ids = tokenizer.encode("".join(draw.choices(some, k=9)), add_special_tokens=False).ids
         window = WindowDetokenizer(tokenizer)
