@@ -5,7 +5,7 @@
 
 The server runs in a process of its own, over the 134 million parameters of `serve.py`; so many clients at once read a
 stream each, greedy, with prompts of 128 tokens. Only steps of decoding count. With `--source`, the package of another
-checkout runs beside this one, in turns.
+checkout runs beside this one, in turns. It must have :meth:`Engine.begin_step`.
 
     engine     processor time of the engine's thread outside of the model, in each step: scheduling, choice, text
     loop       processor time of the event loop's thread, in each step: HTTP, JSON, server-sent events
@@ -88,15 +88,15 @@ class Counting:
     """Clocks around the steps of an engine."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._run, self._step = engine.runner.run, engine.step
-        engine.runner.run, engine.step = self.run, self.step
+        self._run, self._begin = engine.runner.run, engine.begin_step
+        engine.runner.run, engine.begin_step = self.run, self.begin
         self.loop_clock = time.pthread_getcpuclockid(threading.get_ident())
         self.clear()
 
     def clear(self) -> None:
         self.num_steps = self.engine_s = self.loop_s = self.model_s = self.process_s = self.wall_s = 0.0
         self._before: tuple[float, ...] | None = None
+        self._decodes = False
 
     def _now(self) -> tuple[float, ...]:
         return time.thread_time(), time.clock_gettime(self.loop_clock), time.process_time(), time.perf_counter()
@@ -108,8 +108,8 @@ class Counting:
         self._decodes = batch.num_tokens == len(batch.counts)
         return logits
 
-    def step(self) -> Any:
-        """From the begin of one step to the begin of the next, where both decode."""
+    def begin(self) -> None:
+        """From the begin of one step to the begin of the next, of those that decode."""
         now = self._now()
         if self._before is not None and self._decodes:
             engine_s, loop_s, process_s, wall_s = (a - b for a, b in zip(now, self._before, strict=True))
@@ -119,9 +119,8 @@ class Counting:
             self.process_s += process_s
             self.wall_s += wall_s
             self.model_s += self._inner[1]
-        events = self._step()
-        self._before = None if self._engine.is_idle else now
-        return events
+        self._before = now
+        self._begin()
 
 
 def serve(folder: Path, threads: int) -> None:

@@ -132,7 +132,7 @@ def test_the_queue_has_room_for_what_it_says(run_server):
     """Requests that the engine has not looked at yet count, each of their answers once."""
     served = run_server(max_waiting=3, max_running=1)
     loop, params, free = served.service.loop, SamplingParams(max_tokens=2, n=2), threading.Event()
-    loop._commands.put(lambda: bool(free.wait(20)))
+    loop._drivers[0].ask(lambda: bool(free.wait(20)))
     seen: list[str] = []
 
     async def fill() -> None:
@@ -217,7 +217,7 @@ def test_what_a_step_brings_comes_together_and_before_the_next_one_computes(run_
     run, deliver = served.engine.runner.run, loop._deliver
 
     def watched_run(batch):
-        assert not loop._ready, "events of the step before are with the event loop"
+        assert not loop._drivers[0]._ready, "events of the step before are with the event loop"
         runs.append(1)
         return run(batch)
 

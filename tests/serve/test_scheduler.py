@@ -326,7 +326,7 @@ def test_params_that_are_none_are_refused_in_one_line(wrong: dict[str, object], 
 def test_times_of_a_step_are_counted_together():
     """Three answers that run, one that begins: as if each had been counted alone."""
     now = [10.0]
-    metrics = Metrics(Scheduler(ServeOptions(num_blocks=8), BlockManager(8, 4, False)), "m", clock=lambda: now[0])
+    metrics = Metrics([Scheduler(ServeOptions(num_blocks=8), BlockManager(8, 4, False))], "m", clock=lambda: now[0])
     some = [Sequence(at, (1,), SamplingParams(), 0, 9, 0.0) for at in range(4)]
     for sequence in some:
         sequence.arrived_s, sequence.started_s = 9.0, 9.5
