@@ -260,9 +260,8 @@ def test_cancelled_and_late_sequences_give_up_their_blocks():
 
 def test_what_cannot_be_served():
     model = random_model(SPECS["llama"])
-    for strategy, says in ((Strategy(dp=2), "dp=2"), (Strategy(zero=1), "zero=1")):
-        with pytest.raises(UnsupportedError, match=says):
-            Engine(model, strategy)
+    with pytest.raises(UnsupportedError, match="zero=1"):
+        Engine(model, Strategy(zero=1))
     with pytest.raises(UnsupportedError, match="capacity"):
         Engine(random_model(SPECS["switch"]))
     with pytest.raises(InputError, match="cache_bytes=10"):
