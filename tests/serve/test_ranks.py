@@ -96,9 +96,16 @@ def serve_replicas(rank: int, world: int, name: str, strategy: Strategy, params:
     return [[[a.tokens for a in answers] for answers in found], ends, preemptions, held]
 
 
-@pytest.mark.parametrize(("name", "dp", "tp", "pp"), [("llama", 2, 1, 1), ("mixtral", 2, 2, 1), ("gpt2", 2, 1, 2)])
-def test_replicas_answer_as_one_process_does(ranks, name: str, dp: int, tp: int, pp: int):
-    model, strategy = random_model(SPECS[name]), Strategy(dp=dp, tp=tp, pp=pp)
+@pytest.mark.parametrize(
+    ("name", "dp", "tp", "pp", "ep"),
+    [
+        ("llama", 2, 1, 1, 1), ("mixtral", 2, 2, 1, 1), ("gpt2", 2, 1, 2, 1),
+        ("mixtral", 2, 1, 1, 2), ("deepseek-v3", 4, 1, 1, 2), ("qwen3-moe", 2, 1, 2, 2), ("deepseek", 2, 2, 1, 2),
+    ],
+)  # fmt: skip
+def test_replicas_answer_as_one_process_does(ranks, name: str, dp: int, tp: int, pp: int, ep: int):
+    """With their own experts, and with those that neighbours share."""
+    model, strategy = random_model(SPECS[name]), Strategy(dp=dp, tp=tp, pp=pp, expert=Expert(degree=ep))
     for params in (SamplingParams(max_tokens=10, temperature=0), SamplingParams(max_tokens=10, seed=5, n=2)):
         results = ranks(serve_replicas, dp * tp * pp, name, strategy, params)
         expected = Engine(model, options=OPTIONS).generate(prompts_of(name) * 2, params)
@@ -106,7 +113,7 @@ def test_replicas_answer_as_one_process_does(ranks, name: str, dp: int, tp: int,
         assert found == [[a.tokens for a in answers] for answers in expected]
         answered = [sum(each.values()) for each in ends]
         assert sum(answered) == 8 * params.n
-        assert min(answered) >= 2 * params.n, "each has answered some"
+        assert min(answered) >= params.n, "each has answered some"
         assert sum(preemptions) > 0
         assert held == [0] * dp
         assert results[1:] == [[[], 1]] * (dp * tp * pp - 1)
@@ -150,7 +157,6 @@ def test_each_rank_reads_its_own_experts_from_a_folder(ranks, tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"dp": 4, "expert": {"degree": 2}}, "dp=4 with expert.degree=2: serving"),
         ({"tp": 2, "expert": {"degree": 2, "tensor": 1}}, "expert.tensor=1 with tp=2: serving"),
         ({"dp": 2, "zero": 1, "expert": {"degree": 2}}, "zero=1: serving"),
     ],

@@ -59,7 +59,7 @@ def driven(engine: Engine, work: Callable[[EngineLoop], Awaitable[None]]) -> Eng
 
 
 def place(loop: EngineLoop, ticket: Ticket) -> int:
-    return [driver.engine for driver in loop._drivers].index(ticket.driver.engine)
+    return loop.engine.replicas.index(ticket.engine)
 
 
 def test_a_request_goes_where_the_least_is_to_compute():
@@ -79,7 +79,7 @@ def test_among_equals_the_longest_cached_prefix_decides():
         found["first"] = loop.submit(prompt, GREEDY)
         found["tokens"] = await ended(found["first"])
         loop.cancel(held)
-        while loop._open or not all(driver.engine.is_idle for driver in loop._drivers):
+        while loop._open or not all(each.is_idle for each in engine.replicas):
             await asyncio.sleep(0.01)
         found["again"], found["other"] = loop.submit(prompt, GREEDY), loop.submit([7] * 9, GREEDY)
         found["same"] = await ended(found["again"])
@@ -88,7 +88,7 @@ def test_among_equals_the_longest_cached_prefix_decides():
     loop = driven(engine, work)
     assert [place(loop, found[name]) for name in ("first", "again", "other")] == [1, 1, 0]
     assert found["same"] == found["tokens"]
-    assert loop._drivers[1].engine.scheduler.counts.prefix_hits == 16
+    assert engine.replicas[1].scheduler.counts.prefix_hits == 16
     assert not loop._open
 
 
@@ -154,6 +154,7 @@ def test_how_many_replicas():
     assert served_strategy(None, "bf16", 3).world_size == 3
     plan = Plan.model_construct(strategy=Strategy(dp=4, tp=2))
     assert [served_strategy(plan, "", count).world_size for count in (None, 2)] == [8, 4]
-    shared = Plan.model_construct(strategy=Strategy(dp=4, expert=Expert(degree=4)))
-    with pytest.raises(UnsupportedError, match="--replicas 2: the plan lays experts over dp=4 ranks"):
-        served_strategy(shared, "", 2)
+    shared = Plan.model_construct(strategy=Strategy(dp=4, expert=Expert(degree=2)))
+    assert served_strategy(shared, "", 2).world_size == 2
+    with pytest.raises(UnsupportedError, match="--replicas 3: in the plan ep=2 replicas .* nearest: --replicas 2"):
+        served_strategy(shared, "", 3)

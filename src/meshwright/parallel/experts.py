@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all
+from meshwright.comm.collectives import all_gather, all_to_all, reduce_scatter
 from meshwright.comm.differentiable import (
     all_to_all_first,
     all_to_all_first_start,
@@ -114,8 +114,8 @@ def spread(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> dict[int, Exch
 
 
 class OwnExperts:
-    """What computes the rows of a layer's experts where every rank of ep has all tokens: those of its own experts, and
-    zeros for the others, so that the sum over ep is whole: (rows, loads [E]) → rows. Without gradients."""
+    """What computes the rows of a layer's experts where every rank of ep has the tokens of all: those of its own experts,
+    and zeros for the others, so that the sum over ep is whole: (rows, loads [E]) → rows. Without gradients."""
 
     def __init__(self, experts: nn.Module, axis: Axis) -> None:
         self._run, self._axis = experts.run, axis
@@ -131,13 +131,58 @@ class OwnExperts:
         return out
 
 
-def share(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> None:
-    """Let ranks that all have the same tokens, as in serving, run different experts of these layers, in place."""
+class Shared:
+    """Tokens of the ranks of ep, each of which has its own, as in serving: all go to every rank, which runs those of its
+    own experts, and sums go back. Unlike in training numbers of tokens are known beforehand, and may be 0.
+
+        x [T,h] ──all-gather──▶ [ΣT,h] ─ rows of own experts ─▶ weighed sum [ΣT,h] ──reduce-scatter──▶ y [T,h]
+
+    Args:
+        axis: ep.
+
+    Attributes:
+        counts: tokens of each rank, which whoever runs the model sets before.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self.counts: Sequence[int] = [0] * axis.size
+
+    def attach(self, experts: nn.Module) -> None:
+        """Put it around a layer's experts."""
+        experts.compute = OwnExperts(experts, self._axis)
+        experts.register_forward_pre_hook(lambda _, inputs: self._gathered(*inputs))
+        experts.register_forward_hook(lambda _, inputs, out: self._scattered(out))
+
+    def _gathered(self, x: torch.Tensor, weights: torch.Tensor, choice: Any) -> tuple[Any, ...]:
+        found = self._gather(choice.experts)
+        return self._gather(x), self._gather(weights), replace(choice, experts=found)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, ..] of every rank, one after the other."""
+        most = max(self.counts)
+        padded = x.new_zeros(most, x.shape[1])
+        padded[: len(x)] = x
+        together = all_gather(x.new_empty(most * self._axis.size, x.shape[1]), padded, self._axis)
+        return torch.cat([part[:count] for part, count in zip(together.split(most), self.counts, strict=True)])
+
+    def _scattered(self, out: torch.Tensor) -> torch.Tensor:
+        most = max(self.counts)
+        padded = out.new_zeros(self._axis.size, most, out.shape[1])
+        for block, part in zip(padded, out.split(list(self.counts)), strict=True):
+            block[: len(part)] = part
+        own = out.new_empty(most, out.shape[1])
+        reduce_scatter(own, padded.flatten(0, 1), self._axis)
+        return own[: self.counts[self._axis.index]]
+
+
+def share(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> Shared:
+    """Let ranks with tokens of their own, as in serving, run different experts of these layers, in place."""
+    shared = Shared(axis)
     for name, layer in layers.items():
         if spec.is_sparse(int(name)):
-            experts = layer.mlp.experts
-            experts.compute = OwnExperts(experts, axis)
-            experts.register_forward_hook(lambda _, inputs, out: all_reduce(out, axis))
+            shared.attach(layer.mlp.experts)
+    return shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ import numpy as np
 from meshwright.serve.scheduler import Chunk, Moves
 
 Ints = np.ndarray
-HEADER = 7
-"""Numbers before a vector: tokens, chunks, blocks, wanted rows, numbers of moves out and back, block size."""
+HEADER = 8
+"""Numbers before a vector: tokens, chunks, blocks, wanted rows, numbers of moves out and back, replicas that share
+experts, block size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,9 @@ class Batch:
     """[2 · n] pairs (block of the cache, block of the host) that leave before the step."""
     back: Ints
     """[2 · m] likewise, that come back; after those that leave."""
+    shared: Ints
+    """[e] tokens of each replica that shares experts with this one, which computes its own part of them in every step,
+    also where it has no token; empty where none does."""
     block_size: int
 
     @property
@@ -95,17 +99,17 @@ class Batch:
         return np.where(counted, self.blocks[at] * self.block_size + positions % self.block_size, 0), counted
 
     def to_vector(self) -> Ints:
-        """All of it as int64 [HEADER + T + 3C + blocks + W + moves]."""
-        each = (self.tokens, self.counts, self.blocks, self.wanted, self.out, self.back)
+        """All of it as int64 [HEADER + T + 3C + blocks + W + moves + replicas]."""
+        each = (self.tokens, self.counts, self.blocks, self.wanted, self.out, self.back, self.shared)
         sizes = [*map(len, each), self.block_size]
-        parts = (self.tokens, self.starts, self.counts, self.num_blocks, self.blocks, self.wanted, self.out, self.back)
+        parts = (self.tokens, self.starts, self.counts, self.num_blocks, *each[2:])
         return np.concatenate([sizes, *parts]).astype(np.int64)
 
     @classmethod
     def from_vector(cls, vector: Ints) -> Batch:
         """Inverse of :meth:`to_vector`."""
-        tokens, chunks, blocks, wanted, out, back, block_size = (int(size) for size in vector[:HEADER])
-        ends = np.cumsum([HEADER, tokens, chunks, chunks, chunks, blocks, wanted, out, back])
+        tokens, chunks, blocks, wanted, out, back, shared, block_size = (int(size) for size in vector[:HEADER])
+        ends = np.cumsum([HEADER, tokens, chunks, chunks, chunks, blocks, wanted, out, back, shared])
         parts = [vector[start:end] for start, end in pairwise(ends)]
         return cls(*parts, block_size)
 
@@ -132,6 +136,7 @@ def make_batch(chunks: Sequence[Chunk], block_size: int, moves: Moves | None = N
         np.array(wanted, dtype=np.int64),
         np.array(moves.out if moves else (), dtype=np.int64).reshape(-1),
         np.array(moves.back if moves else (), dtype=np.int64).reshape(-1),
+        np.empty(0, dtype=np.int64),
         block_size,
     )
 

@@ -34,7 +34,7 @@ from meshwright.parallel.states import DTYPES
 from meshwright.serve.batch import make_batch, wants_all
 from meshwright.serve.blocks import BlockManager
 from meshwright.serve.options import ServeOptions
-from meshwright.serve.ranks import Distant, Ranks, Together, follow, has_replicas
+from meshwright.serve.ranks import Distant, InStep, Ranks, Together, follow, num_sharing
 from meshwright.serve.request import (
     MAX_SEED,
     Finish,
@@ -164,8 +164,10 @@ class Engine:
         self._begin_with(ranks(self.runner))
         self.replicas: tuple[Engine, ...] = (self,)
         """On rank 0 one for each replica, this one first: their steps run beside each other."""
-        if has_replicas(self.mesh) and self.mesh.rank == 0 and ranks is Together:
-            self.replicas += tuple(self._distant(index) for index in range(1, self.mesh[DP].size))
+        self.num_sharing = num_sharing(self.mesh)
+        """So many neighbours among them share experts: one thread is to step them, all begun before any is ended."""
+        if self.mesh[DP].size > 1 and self.mesh.rank == 0 and ranks is Together:
+            self._add_replicas()
 
     def _begin_with(self, ranks: Ranks) -> None:
         """Cache, queue and answers of one replica, all empty."""
@@ -183,12 +185,17 @@ class Engine:
         self.last_step_tokens = 0
         """Tokens that the last step computed."""
 
-    def _distant(self, index: int) -> Engine:
-        """Of another replica, whose ranks compute."""
-        other = copy(self)
-        other._begin_with(Distant(self.runner, index))
-        other.replicas = (other,)
-        return other
+    def _add_replicas(self) -> None:
+        """Those whose steps other ranks compute."""
+        others = [copy(self) for _ in range(1, self.mesh[DP].size)]
+        self.replicas = (self, *others)
+        for index, other in enumerate(others, start=1):
+            other._begin_with(Distant(self.runner, index))
+            other.replicas = (other,)
+        if self.num_sharing > 1:
+            groups: list[list[InStep]] = [[] for _ in range(0, len(self.replicas), self.num_sharing)]
+            for index, each in enumerate(self.replicas):
+                each.ranks = InStep(each.ranks, groups[index // self.num_sharing])
 
     @property
     def max_length(self) -> int:
@@ -292,7 +299,7 @@ class Engine:
         return self.scheduler.is_idle
 
     def step(self) -> list[Event]:
-        """Compute one step; what it brought. Empty where nothing is to be done.
+        """Compute one step of this replica; what it brought. Empty where nothing is to be done.
 
         Raises:
             RankError: a rank is lost; the engine is of no use any more.

@@ -1,7 +1,7 @@
 """Engines in threads of their own, between requests that come and clients that wait.
 
     event loop of the server ──commands──▶ engine thread: step, step, ... ──events, one hand-over per step──▶ mailboxes
-             │                             (one of each replica)
+             │                             (one of each replica, or of those that share experts)
              └─ a request goes to the replica with the least to compute, among equals to the longest cached prefix
 
 A lost rank, or any other failure of a step, ends all threads: every open request is told at once, and later ones are
@@ -62,7 +62,9 @@ class Ticket:
     num_open: int
     """Sequences that have not ended."""
     driver: _Driver
-    """Of the replica that answers it."""
+    """Whose thread answers it."""
+    engine: Engine
+    """Of the replica that does."""
     mailbox: Mailbox
     num_prompt: int = 0
     """Tokens of all its prompts."""
@@ -102,7 +104,10 @@ class EngineLoop:
         self._open: set[Ticket] = set()
         """Of clients that wait; the event loop's."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._drivers = [_Driver(replica, watch, self._hand_over, self._fail) for replica in engine.replicas]
+        together, replicas = engine.num_sharing, engine.replicas
+        groups = [replicas[at : at + together] for at in range(0, len(replicas), together)]
+        self._drivers = [_Driver(group, watch, self._hand_over, self._fail) for group in groups]
+        self._driver_of = {each: driver for driver in self._drivers for each in driver.engines}
 
     def start(self) -> None:
         """Begin, from the event loop that the events are for."""
@@ -135,37 +140,38 @@ class EngineLoop:
         if self.failure is not None:
             raise self.failure
         self.engine.check(prompt, params)
-        driver = self._driver_for(prompt)
-        ticket = Ticket(params.n, driver, mailbox or Mailbox(), len(prompt) * params.n)
+        engine = self._engine_for(prompt)
+        driver = self._driver_of[engine]
+        ticket = Ticket(params.n, driver, engine, mailbox or Mailbox(), len(prompt) * params.n)
         self._open.add(ticket)
 
         def command() -> None:
             if ticket.is_cancelled:
                 return
-            made = driver.engine.enqueue(prompt, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
+            made = engine.enqueue(prompt, params, priority=priority, timeout_s=timeout_s, matchers=matchers)
             ticket.sequences = made
             driver.tickets.update(dict.fromkeys(made, ticket))
 
         driver.ask(command)
         return ticket
 
-    def _driver_for(self, prompt: Ordered[int]) -> _Driver:
+    def _engine_for(self, prompt: Ordered[int]) -> Engine:
         """The least to compute, in whole steps: a smaller difference is none; then the longest cached prefix."""
-        if len(self._drivers) == 1:
-            return self._drivers[0]
-        left = dict.fromkeys(self._drivers, 0)
+        if len(self.engine.replicas) == 1:
+            return self.engine
+        left = dict.fromkeys(self.engine.replicas, 0)
         for ticket in self._open:
-            left[ticket.driver] += ticket.num_left
+            left[ticket.engine] += ticket.num_left
         step = self.engine.options.step_tokens
         least = min(left.values()) // step
-        equals = [driver for driver in self._drivers if left[driver] // step == least]
-        cached = {driver: len(driver.engine.scheduler.blocks.match(prompt)[0]) for driver in equals}
-        return min(equals, key=lambda driver: (-cached[driver], left[driver]))
+        equals = [engine for engine in self.engine.replicas if left[engine] // step == least]
+        cached = {engine: len(engine.scheduler.blocks.match(prompt)[0]) for engine in equals}
+        return min(equals, key=lambda engine: (-cached[engine], left[engine]))
 
     def check_room(self, count: int) -> None:
         """Raises InputError where so many more sequences would make the queue too long."""
         most, num_open = self.engine.options.max_waiting, sum(ticket.num_open for ticket in self._open)
-        waiting = max(0, num_open - sum(len(driver.engine.scheduler.running) for driver in self._drivers))
+        waiting = max(0, num_open - sum(len(engine.scheduler.running) for engine in self.engine.replicas))
         if waiting + count > most:
             raise InputError(
                 f"{counted(waiting, 'sequence waits', 'sequences wait')} already, and {most} may: there is no room for "
@@ -210,10 +216,10 @@ class EngineLoop:
 
 
 class _Driver:
-    """One engine in its thread.
+    """One engine in its thread, or several that step together.
 
     Args:
-        engine: of one replica.
+        engines: of one replica each.
         watch: as of :class:`EngineLoop`.
         hand_over: takes a step's events that somebody waits for.
         on_failure: takes what ended it, and itself.
@@ -221,12 +227,12 @@ class _Driver:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Ordered[Engine],
         watch: Callable[[Ordered[Event], int], None],
         hand_over: Callable[[Ordered[tuple[Ticket, Event]]], None],
         on_failure: Callable[[_Driver, EngineFailure], None],
     ) -> None:
-        self.engine = engine
+        self.engines = engines
         self.tickets: dict[Sequence, Ticket] = {}
         self._ready: list[tuple[Ticket, Event]] = []
         """What the last step brought, until the event loop has it."""
@@ -255,7 +261,7 @@ class _Driver:
         """In the thread: nobody wants these answers any more."""
         for sequence in ticket.sequences:
             if sequence.finish is None:
-                self.engine.cancel(sequence)
+                ticket.engine.cancel(sequence)
                 self._watch([Event(sequence, finish="abort")], 0)
             self.tickets.pop(sequence, None)
 
@@ -264,31 +270,33 @@ class _Driver:
         needs no interpreter."""
         try:
             while self._obey():
-                if self.engine.is_idle:
-                    self._tell()
-                    continue
-                self.engine.begin_step()
+                busy = [engine for engine in self.engines if not engine.is_idle]
+                for engine in busy:
+                    engine.begin_step()
                 self._tell()
-                events = self.engine.end_step()
-                self._watch(events, self.engine.last_step_tokens)
-                self._gather(events)
-                if self.engine.is_idle:
+                for engine in busy:
+                    events = engine.end_step()
+                    self._watch(events, engine.last_step_tokens)
+                    self._gather(events)
+                if all(engine.is_idle for engine in self.engines):
                     self._tell()
             self._tell()
-            self.engine.stop()
+            for engine in self.engines:
+                engine.stop()
         except Exception as error:
             what = str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
             self._on_failure(self, EngineFailure(f"the engine has failed: {' '.join(what.split())}"))
 
     def _obey(self) -> bool:
         """Carry out what was asked for; wait where there is nothing else to do. False: it is to end."""
-        wait = self.engine.is_idle
+        wait = all(engine.is_idle for engine in self.engines)
         while True:
             try:
                 command = self._commands.get(timeout=BEAT_S) if wait else self._commands.get_nowait()
             except Empty:
                 if wait:
-                    self.engine.beat()
+                    for engine in self.engines:
+                        engine.beat()
                 return True
             if command is None:
                 return False

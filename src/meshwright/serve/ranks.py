@@ -6,21 +6,26 @@
 With dp = n there are n replicas, each of tp × pp ranks, and rank 0 decides for all of them: the first rank of each
 hears it over dp, and tells its own ranks, those of the first stage over tp and each of these its stages over pp.
 
+Replicas that share the experts of a mixture step together: what was started of all is computed when one is waited for,
+with an empty batch for those that have nothing to do.
+
 Instead of a batch's length, `STOP` ends :func:`follow`, and `NOTHING` is a sign of life: a rank gives up where nothing
 comes for too long.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from meshwright.comm.collectives import broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.core.axes import DP, EP, PP, TP, WORLD
-from meshwright.serve.batch import Batch
+from meshwright.serve.batch import Batch, make_batch
 from meshwright.serve.runner import Runner
 
 STOP, NOTHING = 0, -1
@@ -134,15 +139,63 @@ class Distant:
         send_start(torch.tensor([number], device=self._dp.device), self._dp, self._index, LENGTH_TAG).wait()
 
 
-def has_replicas(mesh: Mesh) -> bool:
-    """Whether each rank of dp has requests of its own."""
-    return mesh[DP].size > 1 and (EP not in mesh.axes or mesh[EP].size == 1)
+class InStep:
+    """One of several replicas that step together.
+
+    Args:
+        of: who computes its steps.
+        group: all of them, in order, which this one joins.
+    """
+
+    def __init__(self, of: Ranks, group: list[InStep]) -> None:
+        self._of, self._group = of, group
+        self._batch: Batch | None = None
+        self._is_done = False
+        self._logits: torch.Tensor | None = None
+        group.append(self)
+
+    def start(self, batch: Batch) -> None:
+        """Keep it until the others are started too."""
+        assert self._batch is None
+        self._batch = batch
+
+    def wait(self) -> torch.Tensor | None:
+        """Compute what was started of all, where that was not done."""
+        if not self._is_done:
+            self._step_together()
+        logits, self._logits, self._batch, self._is_done = self._logits, None, None, False
+        return logits
+
+    def beat(self) -> None:
+        """As :meth:`Ranks.beat`."""
+        self._of.beat()
+
+    def stop(self) -> None:
+        """As :meth:`Ranks.stop`."""
+        self._of.stop()
+
+    def _step_together(self) -> None:
+        assert self._batch is not None
+        nothing = make_batch([], self._batch.block_size)
+        batches = [each._batch or nothing for each in self._group]
+        counts = np.array([batch.num_tokens for batch in batches], dtype=np.int64)
+        for each, batch in zip(self._group, batches, strict=True):
+            each._of.start(replace(batch, shared=counts))
+        for each in self._group:
+            logits = each._of.wait()
+            if each._batch is not None:
+                each._logits, each._is_done = logits, True
+
+
+def num_sharing(mesh: Mesh) -> int:
+    """Neighbouring replicas that share experts."""
+    return mesh[EP].size if EP in mesh.axes else 1
 
 
 def _pass_on(numbers: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """numbers ← those of the replica's first rank, on all of its ranks. Returns them."""
     axes = [mesh[WORLD]]
-    if has_replicas(mesh):
+    if mesh[DP].size > 1:
         axes = [mesh[PP]] if mesh[PP].index else [mesh[TP], mesh[PP]]
     for axis in axes:
         if axis.size > 1:
@@ -153,7 +206,7 @@ def _pass_on(numbers: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def follow(runner: Runner) -> None:
     """On a rank other than 0: compute what rank 0 tells, until it stops. Raises RankError where it is lost."""
     mesh = runner.mesh
-    if has_replicas(mesh) and mesh[DP].index and not mesh[TP].index and not mesh[PP].index:
+    if mesh[DP].index and not mesh[TP].index and not mesh[PP].index:
         _lead(runner)
         return
     length = torch.empty(1, dtype=torch.int64, device=mesh.device)

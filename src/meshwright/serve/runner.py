@@ -20,6 +20,7 @@ from meshwright.core.axes import EP, PP, TP
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement, dim_range, largest_part, placements
 from meshwright.core.strategy import Strategy
+from meshwright.models.gates import Choice
 from meshwright.models.latent import LatentAttention
 from meshwright.parallel import experts, pipeline, tensor
 from meshwright.parallel.states import DTYPES
@@ -74,8 +75,7 @@ class Runner:
         self._ropes: list[StepRope] = []
         pipeline.cut(model, spec, strategy, mesh[PP].index)
         tensor.apply(model, spec, mesh[TP])
-        if strategy.ep > 1:
-            experts.share(model.layers, spec, mesh[EP])
+        self._shared = experts.share(model.layers, spec, mesh[EP]) if strategy.ep > 1 else None
         held = (*placements(spec, strategy, mesh.coordinates), *_bias_placements(model, spec))
         _fill(model, held, weights, self.dtype, mesh.device)
         self.cache = self._page(model, num_blocks * block_size)
@@ -145,7 +145,10 @@ class Runner:
         """
         if self.host is not None:
             self.host.move(batch)
+        if self._shared is not None:
+            self._shared.counts = batch.shared.tolist()
         if not batch.num_tokens:
+            self._run_nothing()
             return None
         pp, device = self.mesh[PP], self.mesh.device
         positions = torch.from_numpy(batch.positions).to(device)
@@ -164,6 +167,17 @@ class Runner:
         if self._model.head is None:
             send_start(x.contiguous(), pp, pp.index + 1, HIDDEN_TAG).wait()
         return self._logits(batch, x)
+
+    def _run_nothing(self) -> None:
+        """The rank's part of the experts that it shares, where other replicas have tokens and this one has none."""
+        if self._shared is None or not any(self._shared.counts):
+            return
+        spec, device = self.spec, self.mesh.device
+        x = torch.empty(0, spec.hidden_size, dtype=self.dtype, device=device)
+        weights = torch.empty(0, spec.experts_per_token, dtype=self.logits_shape[1], device=device)
+        for name, layer in self._model.layers.items():
+            if spec.is_sparse(int(name)):
+                layer.mlp.experts(x, weights, Choice(weights.to(torch.int64), None))
 
     def _enter(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
         """[1, T, h], embedded or from the stage before."""

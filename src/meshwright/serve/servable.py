@@ -10,9 +10,7 @@ from meshwright.core.strategy import Strategy
 
 
 def check_plan(plan: ServingPlan) -> None:
-    """Raises UnsupportedError where a replica of a plan for serving cannot be served."""
-    if (ep := plan.layout.ep) > 1:
-        raise UnsupportedError(f"ep={ep}: replicas that share experts can be planned, not served; plan with --fix ep=1")
+    """Raises UnsupportedError where a plan for serving cannot be served."""
     check_servable(plan.model, plan.strategy)
 
 
@@ -25,15 +23,15 @@ def served_strategy(plan: Plan | ServingPlan | None, precision: str, replicas: i
         replicas: behind one server; None: as many as the plan has, one without.
 
     Raises:
-        UnsupportedError: replicas of a plan whose experts lie over all ranks of dp.
+        UnsupportedError: a number of replicas that cannot share the plan's experts.
     """
     strategy = plan.strategy if plan else Strategy.model_validate({"precision": precision})
     if replicas is None:
         return strategy
-    if strategy.ep > 1:
+    if replicas % strategy.ep:
         raise UnsupportedError(
-            f"--replicas {replicas}: the plan lays experts over dp={strategy.dp} ranks (expert.degree={strategy.ep}), "
-            "which serve one replica; leave --replicas out, or plan with expert.degree=1"
+            f"--replicas {replicas}: in the plan ep={strategy.ep} replicas share their experts; nearest: --replicas "
+            f"{max(1, replicas // strategy.ep) * strategy.ep}"
         )
     return strategy.model_copy(update={"dp": replicas})
 
@@ -43,7 +41,6 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     s = strategy
     for what, is_set in (
         (f"expert.tensor={s.et} with tp={s.tp}", s.et != s.tp),
-        (f"dp={s.dp} with expert.degree={s.ep}", s.ep > 1 and s.dp != s.ep),
         (f"context.degree={s.cp}", s.cp > 1),
         (f"tensor.kind={s.tensor.kind}", s.tensor.kind != "1d"),
         (f"sequence={s.sequence}", s.sequence != "none"),
@@ -55,8 +52,8 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     ):
         if is_set:
             raise UnsupportedError(
-                f"{what}: serving divides a model over tp and pp, for each of dp replicas, or the experts of one over "
-                "all ranks of dp (expert.degree=dp); take it out of the plan"
+                f"{what}: serving divides a model over tp and pp, for each of dp replicas, and experts over neighbouring "
+                "replicas (expert.degree); take it out of the plan"
             )
     if spec.num_experts and spec.gate.capacity_factor is not None:
         raise UnsupportedError(
