@@ -233,15 +233,16 @@ def test_vllm_is_told_of_experts_and_pipelines(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("mixtral-8x7b", "8xh100"), "replicas that share experts can be planned, not served"),
+        (("switch-base-128", "8xh100"), "has experts of limited capacity"),
+        (("mixtral-8x7b", "8xh100", "--fix", "ep=4"), ""),
         (("llama-3-8b", "2xh100"), ""),
     ],
 )
 def test_what_the_engine_does_not_run_is_noted(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["plan", *arguments, "--serve", *(["--fix", "ep=4"] if words else [])]) == 0
-    shown = capsys.readouterr().out
+    assert main(["plan", *arguments, "--serve"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
     assert words in shown
     assert ("note:" in shown) == bool(words)
 

@@ -109,13 +109,16 @@ def test_a_cache_for_other_devices_is_refused_here(monkeypatch: pytest.MonkeyPat
     _check_room(plan, ServeOptions(num_blocks=2**29))
 
 
-def test_replicas_that_share_experts_are_refused(tmp_path: Path):
+def test_replicas_that_share_experts_are_served_and_not_those_of_a_limited_capacity(tmp_path: Path):
     requests = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
     layout = Layout(replicas=2, ep=2, precision="fp32")
     spec = SPECS["mixtral"]
     plan = ServingPlan(model=spec, cluster=load_cluster("local:2"), requests=requests, layout=layout)
     plan.save(tmp_path / "serve.toml")
-    with pytest.raises(UnsupportedError, match="ep=2: replicas that share experts"):
+    assert _plan(tmp_path / "serve.toml").strategy.world_size == 2
+    limited = spec.model_copy(update={"router": spec.gate.model_copy(update={"capacity_factor": 1.0})})
+    plan.model_copy(update={"model": limited}).save(tmp_path / "serve.toml")
+    with pytest.raises(UnsupportedError, match=r"serve\.toml: .* experts of limited capacity"):
         _plan(tmp_path / "serve.toml")
 
 

@@ -34,7 +34,8 @@ def prompts_of(name: str) -> list[list[int]]:
 def serve(
     rank: int, world: int, name: str, strategy: Strategy, preempt: str = "recompute"
 ) -> tuple[list[list[int]], int, int]:
-    """(tokens, preemptions, bytes of the cache). One request more is left while it runs."""
+    """(tokens, preemptions, bytes of the cache). One request more is left while it runs. All go to the first replica:
+    others that share its experts take part with empty steps."""
     model = random_model(SPECS[name])
     options = OPTIONS.model_copy(update={"preempt": preempt, "swap_bytes": 2**20})
     engine = Engine(model, strategy, options, mesh=Mesh.create(strategy.sizes, ep=strategy.ep))
@@ -52,7 +53,8 @@ def serve(
         for event in engine.step():
             if event.sequence is not left and event.token is not None:
                 answers[event.sequence].append(event.token)
-    engine.stop()
+    for replica in engine.replicas:
+        replica.stop()
     assert left.finish == "abort"
     assert engine.scheduler.blocks.num_held == 0
     assert (engine.scheduler.counts.swapped_back > 0) is (preempt == "swap")

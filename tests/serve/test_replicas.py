@@ -156,5 +156,5 @@ def test_how_many_replicas():
     assert [served_strategy(plan, "", count).world_size for count in (None, 2)] == [8, 4]
     shared = Plan.model_construct(strategy=Strategy(dp=4, expert=Expert(degree=2)))
     assert served_strategy(shared, "", 2).world_size == 2
-    with pytest.raises(UnsupportedError, match="--replicas 3: in the plan ep=2 replicas .* nearest: --replicas 2"):
+    with pytest.raises(UnsupportedError, match=r"--replicas 3: in the plan ep=2 replicas .* nearest: --replicas 2"):
         served_strategy(shared, "", 3)

@@ -35,6 +35,8 @@ from meshwright.cost.terms import TimeTerm, total_s
 
 LOGITS_BYTES = 4
 """Logits are joined, and chosen from, in fp32."""
+WEIGHT_BYTES, CHOICE_BYTES = 4, 8
+"""Of what a token's expert is weighed by, and of which one it is."""
 WEIGHTS, KEYS, PRODUCTS, ATTENTION, STREAMS = "weights", "keys and values", "products", "attention", "streams"
 HOST = "host"
 LATENCY, REDUCTIONS, EXCHANGE, STAGES = "reductions, latency", "reductions, bytes", "experts' exchange", "stages"
@@ -335,13 +337,19 @@ class StepCosts:
         if self._routes[WORLD].size > 1:
             seconds[LATENCY] += self._latency_s[1]
         if self.layout.ep > 1:
-            buffer = self.model.experts_per_token * hidden_bytes
-            seconds[EXCHANGE] = 2 * self.model.num_sparse_layers * self._routes[EP].seconds("all_to_all", buffer)
+            seconds[EXCHANGE] = self.model.num_sparse_layers * self._exchange_s(work.num_tokens, hidden_bytes)
         seconds[STAGES] = sum(latency_s + hidden_bytes * per_byte for latency_s, per_byte in self._hops)
         if self._hops:
             back = boundary_link(0, self.layout.pp - 1, self.layout.replica, self.cluster)
             logits = work.num_rows * self.vocab * self.element_bytes
             seconds[STAGES] += flat_s("send", logits, 2, back, self.cluster.backend)
+
+    def _exchange_s(self, num_tokens: float, hidden_bytes: float) -> float:
+        """A layer's tokens, their weights and choices to all replicas that share its experts, and sums back."""
+        ep, together = self._routes[EP], self.layout.ep
+        per_token = num_tokens * self.model.experts_per_token * together
+        moved_s = sum(ep.seconds(name, together * hidden_bytes) for name in ("all_gather", "reduce_scatter"))
+        return moved_s + sum(ep.seconds("all_gather", size * per_token) for size in (WEIGHT_BYTES, CHOICE_BYTES))
 
 
 def num_reductions(model: ModelSpec) -> int:

@@ -114,8 +114,8 @@ def spread(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> dict[int, Exch
 
 
 class OwnExperts:
-    """What computes the rows of a layer's experts where every rank of ep has the tokens of all: those of its own experts,
-    and zeros for the others, so that the sum over ep is whole: (rows, loads [E]) → rows. Without gradients."""
+    """What computes the rows of a layer's experts where every rank of ep has the tokens of all: those of its own
+    experts, and zeros for the others, so that the sum over ep is whole: (rows, loads [E]) → rows. Without gradients."""
 
     def __init__(self, experts: nn.Module, axis: Axis) -> None:
         self._run, self._axis = experts.run, axis
@@ -132,8 +132,8 @@ class OwnExperts:
 
 
 class Shared:
-    """Tokens of the ranks of ep, each of which has its own, as in serving: all go to every rank, which runs those of its
-    own experts, and sums go back. Unlike in training numbers of tokens are known beforehand, and may be 0.
+    """Tokens of the ranks of ep, each of which has its own, as in serving: all go to every rank, which runs those of
+    its own experts, and sums go back. Unlike in training numbers of tokens are known beforehand, and may be 0.
 
         x [T,h] ──all-gather──▶ [ΣT,h] ─ rows of own experts ─▶ weighed sum [ΣT,h] ──reduce-scatter──▶ y [T,h]
 

@@ -52,8 +52,8 @@ def check_servable(spec: ModelSpec, strategy: Strategy) -> None:
     ):
         if is_set:
             raise UnsupportedError(
-                f"{what}: serving divides a model over tp and pp, for each of dp replicas, and experts over neighbouring "
-                "replicas (expert.degree); take it out of the plan"
+                f"{what}: serving divides a model over tp and pp, for each of dp replicas, and experts over "
+                "neighbouring replicas (expert.degree); take it out of the plan"
             )
     if spec.num_experts and spec.gate.capacity_factor is not None:
         raise UnsupportedError(
