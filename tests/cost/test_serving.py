@@ -18,6 +18,7 @@ from meshwright.cost.kernels import layers_kernels, rates
 from meshwright.cost.kv_cache import kv_token_bytes
 from meshwright.cost.serving import (
     ATTENTION,
+    CHOICE_BYTES,
     EXCHANGE,
     HOST,
     KEYS,
@@ -25,6 +26,7 @@ from meshwright.cost.serving import (
     PRODUCTS,
     REDUCTIONS,
     STREAMS,
+    WEIGHT_BYTES,
     WEIGHTS,
     StepCosts,
     Work,
@@ -215,9 +217,10 @@ def test_replicas_that_share_experts_exchange_tokens():
     work = Work(16, 64, num_rows=16)
     alone, shared = (seconds(StepCosts(model, Layout(replicas=8, ep=ep), PLAIN), work) for ep in (1, 8))
     assert alone[EXCHANGE] == 0
-    sent = 7 / 8 * 2 * 16 * 4096 * 2
+    rows, numbers = 16 * 4096 * 2, 16 * 2 * (WEIGHT_BYTES + CHOICE_BYTES)
+    sent = 7 * (2 * rows + numbers)  # rows there, sums back, and what each token's experts are
     link = PLAIN.intra_link
-    assert shared[EXCHANGE] == pytest.approx(2 * 32 * (7 * link.latency_s + sent / link.bandwidth_bytes_per_s))
+    assert shared[EXCHANGE] == pytest.approx(32 * (4 * 7 * link.latency_s + sent / link.bandwidth_bytes_per_s))
     assert shared[WEIGHTS] < alone[WEIGHTS]
 
 

@@ -233,7 +233,7 @@ def test_vllm_is_told_of_experts_and_pipelines(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("switch-base-128", "8xh100"), "has experts of limited capacity"),
+        (("switch-base-128", "8xh100", "--prompt", "128"), "has experts of limited capacity"),
         (("mixtral-8x7b", "8xh100", "--fix", "ep=4"), ""),
         (("llama-3-8b", "2xh100"), ""),
     ],
