@@ -17,6 +17,7 @@ from meshwright.serve.engine import Engine, Event
 from meshwright.serve.loop import EngineFailure, EngineLoop, Ticket
 from meshwright.serve.metrics import Metrics
 from meshwright.serve.options import ServeOptions
+from meshwright.serve.ranks import InStep
 from meshwright.serve.request import SamplingParams
 from meshwright.serve.servable import served_strategy
 from tests.models.tiny import SPECS, random_model
@@ -158,3 +159,25 @@ def test_how_many_replicas():
     assert served_strategy(shared, "", 2).world_size == 2
     with pytest.raises(UnsupportedError, match=r"--replicas 3: in the plan ep=2 replicas .* nearest: --replicas 2"):
         served_strategy(shared, "", 3)
+
+
+def test_replicas_that_step_together_share_a_thread_and_tell_each_other_how_many_tokens_they_have():
+    engine, told = two(), []
+    engine.num_sharing, group = 2, []
+    for each in engine.replicas:
+        start = each.ranks.start
+        each.ranks.start = lambda batch, start=start: (told.append(batch.shared.tolist()), start(batch))
+        each.ranks = InStep(each.ranks, group)
+    found: list[list[int]] = []
+
+    async def work(loop: EngineLoop) -> None:
+        assert len(loop._drivers) == 1
+        tickets = [loop.submit([1] * length, GREEDY) for length in (8, 3)]
+        assert [place(loop, ticket) for ticket in tickets] == [0, 1]
+        found.extend([await ended(ticket) for ticket in tickets])
+
+    driven(engine, work)
+    plain = Engine(random_model(SPECS["llama"]))
+    assert found == [answers[0].tokens for answers in plain.generate([[1] * 8, [1] * 3], GREEDY)]
+    assert told[::2] == told[1::2], "both hear the same"
+    assert [sum(counts) for counts in zip(*told[::2], strict=True)] == [8 + 2, 3 + 2]
