@@ -15,8 +15,9 @@ and reuse no prefixes. They take turns; medians over turns, the worst gap over a
     floor          tokens per second at which all weights would be read once for each token, at the speed measured here
 
 `transformers` pads all requests into one batch (static), `continuous` is the same library's continuous batching; others
-batch continuously too, with steps of 256 tokens where that can be set. `outside` is the share of our steps that is not
-the model: scheduling, choice of tokens, text.
+batch continuously too, with steps of 256 tokens where that can be set. `llama` is a `llama-server` of the PATH, over
+HTTP, and `LLAMA_CPP` the folder of its source, whose converter it needs once. `outside` is the share of our steps that
+is not the model: scheduling, choice of tokens, text.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SHAPES = {
 PROMPT = 128
 LOADS = {1: 64, 16: 32, 64: 32}
 """Requests at once → tokens of each answer."""
-PEERS = ("meshwright", "transformers", "continuous", "openvino", "vllm")
+PEERS = ("meshwright", "transformers", "continuous", "openvino", "vllm", "llama")
 
 
 def spec_of(name: str) -> ModelSpec:

@@ -203,9 +203,85 @@ def vllm(folder: str, dtype: str, threads: int) -> Round:
     return one_round
 
 
-def peak_mib() -> float:
-    """Most memory that this process has held."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def llama(folder: str, dtype: str, threads: int) -> Round:
+    """`llama-server` of the PATH, over HTTP, with a slot for each of 64 requests; `LLAMA_CPP` names its source folder,
+    whose converter makes the model once."""
+    import asyncio
+    import atexit
+    import shutil
+    import socket
+    import subprocess
+
+    converted = Path(f"{folder}.gguf")
+    if not converted.exists():
+        _to_gguf(folder, converted, dtype)
+    program = shutil.which("llama-server")
+    assert program, "llama-server is not on the PATH"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"-m": converted, "--port": port, "-t": threads, "-np": 64, "-c": 64 * 256, "-ub": 256, "-b": 256}
+    command = [program, *(str(part) for pair in options.items() for part in pair), "--no-warmup"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.kill)
+
+    async def ask(prompt: list, max_tokens: int, began_s: float) -> list:
+        body = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        content = json.dumps({**body, "cache_prompt": False, "return_tokens": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /completion HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        times = []
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                piece = json.loads(line[6:])
+                times += [time.perf_counter() - began_s] * (0 if piece["stop"] else len(piece["tokens"]))
+        writer.close()
+        return times
+
+    def one_round(prompts: list, max_tokens: int) -> list:
+        async def all_of_them() -> list:
+            began_s = time.perf_counter()
+            return await asyncio.gather(*(ask(prompt, max_tokens, began_s) for prompt in prompts))
+
+        return asyncio.run(all_of_them())
+
+    one_round.process = server.pid
+    _until_healthy(server, port)
+    return one_round
+
+
+def _until_healthy(server, port: int) -> None:
+    from urllib.request import urlopen
+
+    while server.poll() is None:
+        try:
+            urlopen(f"http://127.0.0.1:{port}/health").close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError("llama-server has ended")
+
+
+def _to_gguf(folder: str, converted: Path, dtype: str) -> None:
+    """By the library's own converter; a tokenizer that it does not know is one of bytes here."""
+    import runpy
+
+    source = os.environ["LLAMA_CPP"]
+    sys.path[:0] = [source, f"{source}/gguf-py"]
+    from conversion import base
+    from conversion import llama as family
+
+    base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    family.LlamaModel.set_vocab = base.TextModel.set_vocab
+    kind = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", str(converted), "--outtype", kind]
+    runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
+
+
+def peak_mib(process: int | str) -> float:
+    """Most memory that a process has held."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 
@@ -217,8 +293,8 @@ def main() -> None:
     print(json.dumps({"ready_s": time.perf_counter() - began_s}), file=answers, flush=True)
     for line in sys.stdin:
         times = run(**json.loads(line))
-        outside = getattr(run, "outside", None)
-        print(json.dumps({"times": times, "peak_mib": peak_mib(), "outside": outside}), file=answers, flush=True)
+        outside, process = getattr(run, "outside", None), getattr(run, "process", "self")
+        print(json.dumps({"times": times, "peak_mib": peak_mib(process), "outside": outside}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
