@@ -262,3 +262,20 @@ def test_a_piece_that_is_written_by_hand_is_what_json_writes(served: Running, mo
     monkeypatch.setattr(Answering, "_plain_chunk", slowly)
     assert pieces() == by_hand
     assert any(not text.isascii() or '"' in text or "\\" in text or text < " " for text in calls)
+
+
+def test_log_probabilities_of_a_long_prompt_take_the_logits_of_one_chunk_at_a_time():
+    engine = tiny_engine(step_tokens=16)
+    run, rows = engine.runner.run, []
+
+    def watched(batch):
+        logits = run(batch)
+        rows.append(0 if logits is None else len(logits))
+        return logits
+
+    engine.runner.run = watched
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
+    ((answer,),) = engine.generate([list(range(5, 105))], params)
+    assert len(answer.prompt_logprobs) == 99
+    assert sum(rows) >= 100
+    assert max(rows) == 16
