@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import _ctypes
+import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -234,6 +237,83 @@ def test_a_compiler_that_fails_is_done_without(monkeypatch, tmp_path):
     assert native._load.__wrapped__() is None
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert native._load.__wrapped__() is None
+
+
+class Compiler:
+    """In the place of `subprocess`: writes the library in two pieces, slowly."""
+
+    SubprocessError = native.subprocess.SubprocessError
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+
+    def run(self, command: list[str], **options: object) -> None:
+        self.commands.append(command)
+        with open(command[-1], "w") as out:
+            out.write("half ")
+            out.flush()
+            threading.Event().wait(0.05)
+            out.write("whole")
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path) -> Compiler:
+    found = Compiler()
+    monkeypatch.setattr(native, "subprocess", found)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return found
+
+
+def test_what_is_compiled_is_kept_for_this_processor_and_compiler(monkeypatch, compiler):
+    first = native._compiled("c++")
+    assert native._compiled("c++") == first
+    assert len(compiler.commands) == 1, "the second finds it"
+    assert native._compiled("other") != first
+    monkeypatch.setattr(native, "_processor", lambda: "flags: one less")
+    assert native._compiled("c++") != first, "a home that several machines share"
+    assert len(compiler.commands) == 3
+
+
+def test_processes_that_compile_at_once_find_whole_libraries(compiler, tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        found = {path.read_text() for path in pool.map(native._compiled, ["c++"] * 4)}
+    assert found == {"half whole"}
+    assert len(list((tmp_path / "meshwright").iterdir())) == 1, "nothing else is left"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, compiler, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/true")
+    assert native._load.__wrapped__() is None
+    monkeypatch.setattr(native, "_load", lambda: None)
+    assert "or the user's cache ($XDG_CACHE_HOME, ~/.cache) cannot keep them" in (native.why_plain() or "")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of one kind")
+def test_processors_of_narrow_vectors(kernels, monkeypatch, tmp_path):
+    """Compiles once more, which takes most of its time: nothing else runs what such processors run."""
+    flags = [flag.replace("=native", "=haswell").replace("-O3", "-O1") for flag in native.FLAGS]
+    monkeypatch.setattr(native, "FLAGS", flags)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    narrow = native._load.__wrapped__()
+    assert narrow is not None
+    assert not narrow.has_tiles
+    assert narrow.lanes_panel < 32
+    monkeypatch.setattr(native, "_load", lambda: narrow)
+    for dtype in TOLERANCES:
+        test_products_by_lanes(narrow, dtype, 61, 33)
+        test_chunks_of_prompts_attend_by_their_blocks(narrow, dtype, 6, 2, 8)
+        test_attention_reads_the_cache_by_its_blocks(narrow, dtype, 4, 4, 64, 16)
+        model = random_model(SPECS["llama-biases"], dtype)
+        found, expected = (logits_of(model, 5, stacked, threads=2)[0] for stacked in (True, False))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_more_threads_than_cores_give_the_same(kernels):
+    model = random_model(SPECS["llama"])
+    many, few = (logits_of(model, 5, True, threads)[0] for threads in (7, 1))
+    assert all(torch.equal(one, other) for one, other in zip(many, few, strict=True))
 
 
 def test_a_library_without_the_functions_is_done_without(monkeypatch, tmp_path):
