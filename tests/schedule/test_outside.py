@@ -15,7 +15,7 @@ from meshwright.core.schedule import FOLDER, choices, schedules
 from meshwright.core.strategy import Strategy
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import parse_fix
-from meshwright.planner.price import Pricer, last_work_ends_s, price
+from meshwright.planner.price import Pricer, price
 from meshwright.planner.rank import plan
 from meshwright.schedule import orders
 from meshwright.schedule.build import build_program, program
@@ -105,8 +105,8 @@ def test_its_time_is_that_of_the_clock(add_file) -> None:
     pricer = Pricer(make_model(), make_cluster(1, 2), Job(seq_length=32, global_batch_size=4))
     strategy = Strategy(pp=2, schedule="last-first", num_micro_batches=4)
     forecast = pricer.forecast(strategy)
-    ends_s = last_work_ends_s(simulate(build_program(strategy), pricer.step_costs(strategy)))
-    assert forecast.step_time.pipeline_s == max(ends_s)
+    timeline = simulate(build_program(strategy), pricer.step_costs(strategy))
+    assert forecast.step_time.pipeline_s == timeline.makespan_s
     assert forecast.simulated
     assert pricer.simulate(forecast) is forecast
 

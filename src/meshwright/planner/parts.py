@@ -1,17 +1,19 @@
 """What strategies of one model, cluster and job share, each computed once.
 
-    where parameters lie       tp, pp and its cut, ranks that share experts          not dp, ZeRO, batches, schedules
+    what a rank holds          tp, its layers, ends and neighbours, ranks that share experts   not dp, ZeRO, batches
     flat buckets               and dp, their sizes, whether they are cut by block
-    sent once in a step        and ZeRO, whether shards stay on a node
-    seconds of a micro-batch   where parameters lie, micro-batches, recomputation
+    sent once in a step        and pp, ZeRO, whether shards stay on a node
+    seconds of a micro-batch   what a rank holds, micro-batches, recomputation
     bytes of a micro-batch     likewise, and when a rank is fullest, which is the schedule's
+    timetable                  the schedule, ranks, micro-batches
 
-Pipeline ranks of one kind (for each stage first, last, number of layers) share all of it.
+Pipeline ranks that hold as much (for each stage first, last, number of layers) share all of it, in one pipeline, and in
+pipelines that are cut otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -34,6 +36,8 @@ from meshwright.cost.stack_memory import with_stack
 from meshwright.cost.step import StageCosts, StepCosts
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
 from meshwright.cost.unit_memory import unit_memory
+from meshwright.schedule.build import build_program
+from meshwright.sim.replay import Replay
 
 Key = tuple[object, ...]
 Found = TypeVar("Found")
@@ -62,9 +66,9 @@ def first_of(rank: int) -> dict[str, int]:
     return {**dict.fromkeys(MESH_ORDER, 0), PP: rank}
 
 
-def rank_kinds(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """For each pipeline rank the first of its kind: for each stage the same ends of the model, the same number of
-    layers, the same ones of them without experts, and the same neighbours on the rank itself.
+def held_by_rank(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = ()) -> tuple[Key, ...]:
+    """For each pipeline rank what it holds: for each stage its ends of the model, its number of layers, which of them
+    have no experts, and whether its neighbours are on the rank itself.
 
     Args:
         dense: layers of a mixture that have no experts.
@@ -77,9 +81,17 @@ def rank_kinds(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = ())
         without = tuple(layer - own.start for layer in dense if layer in own)
         return stage % parts == 0, stage % parts == parts - 1, len(own), without, *beside
 
-    first: dict[Key, int] = {}
-    stages = enumerate(strategy.stages_by_rank)
-    return tuple(first.setdefault(tuple(of(stage, rank) for stage in own), rank) for rank, own in stages)
+    return tuple(tuple(of(stage, rank) for stage in own) for rank, own in enumerate(strategy.stages_by_rank))
+
+
+def rank_kinds(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """For each pipeline rank the first that holds as much (:func:`held_by_rank`)."""
+    return _firsts(held_by_rank(strategy, num_layers, dense))
+
+
+def _firsts(held: Iterable[object]) -> tuple[int, ...]:
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(one, rank) for rank, one in enumerate(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,8 @@ class _Keys:
     """What is computed and sent for a micro-batch."""
     moved: Key
     """What is gathered ahead, and offloaded."""
+    holds: tuple[int, ...]
+    """What each pipeline rank holds, under the same number wherever it is the same."""
     kinds: tuple[int, ...]
     """For each pipeline rank the first of its kind."""
 
@@ -139,39 +153,51 @@ class Parts:
         zero = s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, s.reduces_each, s.bucket_bytes
         again = s.recompute, s.recompute_layers, s.recompute_group
         one_ring = self.stack.ring_share is not None and s.zero == 3
+        holds, kinds = self._once(("holds", place, endless), lambda: self._find_holds(s, layout))
         return _Keys(
             place=place,
-            once=(place, s.dp, zero, times, tiled_again, endless),
+            once=(s.pp, s.dp, zero, times, tiled_again, endless),
             again=again,
             batch=(
                 layout, s.dp, s.micro_batch_size, s.num_micro_batches, again, one_ring,
                 s.tensor.kind != "1d" and s.splits_backward,
             ),
             moved=(s.prefetch, s.offload),
-            kinds=self._once(
-                ("kinds", place), lambda: rank_kinds(s, self.model.num_layers, self.model.dense_layers or ())
-            ),
+            holds=holds,
+            kinds=kinds,
         )  # fmt: skip
+
+    def _find_holds(self, s: Strategy, layout: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What each rank holds, and the first that holds as much; which of the ranks that share a parameter counts it
+        as its own, and how many versions an asynchronous schedule keeps, depends on the rank itself."""
+        held = held_by_rank(s, self.model.num_layers, self.model.dense_layers or ())
+        directions, is_tied_apart = s.pipeline_schedule.num_directions, s.end_ranks[0] != s.end_ranks[1]
+        by_itself = s.pipeline_schedule.is_asynchronous or directions > 1 or self.stack.transfers != "beside"
+        keys = [
+            (layout, directions, is_tied_apart, one, (s.stage_ranks, rank) if by_itself else ())
+            for rank, one in enumerate(held)
+        ]
+        return tuple(self._places.setdefault(key, len(self._places)) for key in keys), _firsts(held)
 
     def held(self, s: Strategy, rank: int) -> Held:
         """Buckets of the first device of a pipeline rank."""
-        place = self.keys(s).place
+        holds = self.keys(s).holds[rank]
         cut = s.bucket_bytes, s.zero >= 2
 
         def unpadded() -> Held:
             alone = s.model_copy(update={"dp": s.expert_dp})
             placed: tuple[Placement, ...] = self._once(
-                ("placed", place, rank), lambda: placements(self.model, s, first_of(rank))
+                ("placed", holds), lambda: placements(self.model, s, first_of(rank))
             )
             buckets = held_buckets(placed, alone)
             sizes = [(bucket.slots[-1].stop, bucket.is_spread) for bucket in buckets]
             return Held(buckets, sum(n for n, _ in sizes), sum(n for n, is_spread in sizes if is_spread))
 
         def find() -> Held:
-            whole = self._once(("unpadded", place, rank, cut), unpadded)
+            whole = self._once(("unpadded", holds, cut), unpadded)
             return replace(whole, buckets=padded(whole.buckets, s.bucket_multiple))
 
-        return self._once(("held", place, s.dp, rank, cut), find)
+        return self._once(("held", holds, s.dp, cut), find)
 
     def once(self, s: Strategy, rank: int) -> Once:
         """What it sends once per step: the same for all micro-batches and any recomputation."""
@@ -181,7 +207,13 @@ class Parts:
             calls = sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients")
             return Once(sent, Sent(seconds_by_phase(self.model, s, self.cluster, sent, self.stack), calls))
 
-        return self._once(("once", self.keys(s).once, rank), find)
+        keys = self.keys(s)
+        return self._once(("once", keys.once, keys.holds[rank]), find)
+
+    def replay(self, s: Strategy) -> Replay:
+        """Its timetable, ready for the clock."""
+        key = "replay", s.pipeline_schedule, s.pipeline
+        return self._once(key, lambda: Replay(build_program(s)))
 
     def step_costs(self, s: Strategy) -> StepCosts:
         """Prices of every stage and every stage boundary."""
@@ -214,7 +246,7 @@ class Parts:
             return tuple(costs)
 
         keys = self.keys(s)
-        return self._once(("rank", keys.place, keys.once, keys.batch, keys.moved, rank), find)
+        return self._once(("rank", keys.holds[rank], keys.once, keys.batch, keys.moved), find)
 
     def stage(self, s: Strategy, stage: int) -> tuple[dict[str, float], Compute]:
         """Seconds of a stage's collectives by phase, and what it computes for a micro-batch."""
@@ -232,8 +264,9 @@ class Parts:
 
     def traffic(self, s: Strategy, rank: int) -> Traffic:
         """What the first device of a pipeline rank sends in a step."""
+        keys = self.keys(s)
         repeated = self._once(
-            ("repeated", self.keys(s).place, self.keys(s).batch, rank),
+            ("repeated", keys.holds[rank], s.pp, keys.batch),
             lambda: micro_batch_traffic(self.model, self.job, s, rank),
         )
         return Traffic({**repeated.rows, **self.once(s, rank).traffic.rows})
@@ -261,15 +294,16 @@ class Parts:
     def _kept(self, s: Strategy, rank: int, instants: tuple[Instant, ...]) -> Activations:
         keys, is_moved = self.keys(s), s.offload.moves_activations
         return self._once(
-            ("kept", keys.place, s.micro_batch_size, keys.again, is_moved, keys.kinds[rank], instants),
+            ("kept", keys.holds[rank], s.micro_batch_size, keys.again, is_moved, instants),
             lambda: held_activations(self.model, self.job, s, rank, instants),
         )
 
     def _memory(self, s: Strategy, rank: int, kept: Activations) -> MemoryBreakdown:
         if self.stack.sharded_units and s.zero == 3:
             return unit_memory(self.model, self.job, s, rank, self.stack)
+        keys = self.keys(s)
         constant = self._once(
-            ("constant", self.keys(s).once, self.keys(s).moved, rank),
+            ("constant", keys.holds[rank], keys.once, keys.moved),
             lambda: constant_memory(self.model, self.job, s, first_of(rank), self.held(s, rank).buckets),
         )
         own = kept.beside(constant)

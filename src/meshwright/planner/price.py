@@ -14,7 +14,6 @@ from meshwright.core.job import Job
 from meshwright.core.measures import MemoryBreakdown, StepTime, Traffic
 from meshwright.core.model import ModelSpec
 from meshwright.core.profile import OWN, Stack
-from meshwright.core.program import COMPUTE_KINDS
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes
 from meshwright.cost.step import StepCosts, has_bound, rank_ends_s, step_terms, step_time
@@ -131,7 +130,7 @@ class Pricer:
         """In closed form, or by the clock for a schedule that declares none."""
         costs = self.step_costs(strategy)
         is_bounded = has_bound(strategy)
-        ends_s = rank_ends_s(costs, strategy) if is_bounded else last_work_ends_s(self._clocked(costs, strategy))
+        ends_s = rank_ends_s(costs, strategy) if is_bounded else self._clocked_s(costs, strategy)
         return step_time(costs, strategy, ends_s)
 
     def simulate(self, forecast: Forecast) -> Forecast:
@@ -139,16 +138,17 @@ class Pricer:
         if forecast.simulated or is_long(forecast.strategy):
             return forecast
         costs = self.step_costs(forecast.strategy)
-        ends_s = last_work_ends_s(self._clocked(costs, forecast.strategy))
+        ends_s = self._clocked_s(costs, forecast.strategy)
         return replace(forecast, step_time=step_time(costs, forecast.strategy, ends_s), simulated=True)
 
     def timeline(self, strategy: Strategy) -> Timeline:
         """When each action of the pipeline runs."""
-        return self._clocked(self.step_costs(strategy), strategy)
+        return simulate(build_program(strategy), self.step_costs(strategy))
 
-    def _clocked(self, costs: StepCosts, strategy: Strategy) -> Timeline:
+    def _clocked_s(self, costs: StepCosts, strategy: Strategy) -> list[float]:
+        """When each rank ends its last backward; its last gradient is on the way from then on."""
         self.num_simulations += 1
-        return simulate(build_program(strategy), costs)
+        return self.parts.replay(strategy).ends_s(costs)
 
     def terms(self, forecast: Forecast) -> tuple[TimeTerm, ...]:
         """The step's seconds by cause; they add up to the forecast's total."""
@@ -187,11 +187,6 @@ def _room(cluster: ClusterSpec, stack: Stack) -> Room:
 def _share(node_bytes: int | None, cluster: ClusterSpec) -> int | None:
     """A rank's part of what a node has."""
     return None if node_bytes is None else node_bytes // cluster.devices_per_node
-
-
-def last_work_ends_s(timeline: Timeline) -> list[float]:
-    """When each rank ends its last backward; its last gradient is on the way from then on."""
-    return [max(event.end_s for event in row if event.action.kind in COMPUTE_KINDS) for row in timeline.events]
 
 
 def price(model: ModelSpec, cluster: ClusterSpec, job: Job, strategy: Strategy) -> Forecast:

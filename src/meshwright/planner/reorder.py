@@ -6,7 +6,7 @@ offered for every strategy; the winner's degrees, micro-batches and ZeRO stage a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.cluster import ClusterSpec
@@ -41,14 +41,8 @@ def faster_order(winner: Forecast, pricer: Pricer, musts: Sequence[Must] = ()) -
     """The fastest that fits among the winner's other schedules; None where there is none worth a word."""
     if winner.strategy.pp == 1 or not winner.simulated:
         return None
-    others = [s for s in _others(winner.strategy, pricer.model, pricer.cluster, pricer.job) if broken(musts, s) is None]
-    best = winner
-    for bound_s, _, strategy in sorted((pricer.step_time(s).total_s, at, s) for at, s in enumerate(others)):
-        if bound_s >= best.step_time.total_s:
-            break  # a forecast is a lower bound on what the clock finds
-        forecast = pricer.forecast(strategy)
-        if forecast.fits:
-            best = min(best, pricer.simulate(forecast), key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+    others = _others(winner.strategy, pricer.model, pricer.cluster, pricer.job)
+    best = _fastest(winner, others, pricer, musts)
     gain = 1 - best.step_time.total_s / winner.step_time.total_s
     more_bytes = best.memory.total_bytes - winner.memory.total_bytes
     return Reordered(best, gain, more_bytes) if gain >= LEAST_GAIN else None
@@ -59,9 +53,21 @@ def in_order_of(winner: Strategy, other: Forecast, pricer: Pricer, musts: Sequen
     if winner.pp == 1 or other.strategy.pp == 1 or _is_searched(winner.pipeline_schedule, pricer.cluster):
         return other
     ways = _under(winner.schedule, winner.num_chunks, other.strategy, pricer.model, pricer.cluster, pricer.job)
-    kept = (pricer.forecast(s) for s in ways if broken(musts, s) is None)
-    faster = [f for f in kept if f.fits and f.step_time.total_s < other.step_time.total_s]
-    return min((other, *map(pricer.simulate, faster)), key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+    return _fastest(other, ways, pricer, musts)
+
+
+def _fastest(known: Forecast, ways: Iterable[Strategy], pricer: Pricer, musts: Sequence[Must]) -> Forecast:
+    """`known`, or that of `ways` which keeps `musts`, fits, and is faster by the clock. A forecast is a lower bound on
+    what the clock finds: what is no faster by it is not looked at, neither its memory nor its timetable."""
+    kept = [s for s in ways if broken(musts, s) is None]
+    best = known
+    for bound_s, _, strategy in sorted((pricer.step_time(s).total_s, at, s) for at, s in enumerate(kept)):
+        if bound_s >= best.step_time.total_s:
+            break
+        forecast = pricer.forecast(strategy)
+        if forecast.fits:
+            best = min(best, pricer.simulate(forecast), key=lambda f: (f.step_time.total_s, f.memory.total_bytes))
+    return best
 
 
 def _is_searched(schedule: Schedule, cluster: ClusterSpec) -> bool:

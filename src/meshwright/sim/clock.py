@@ -61,13 +61,13 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     Raises:
         Deadlock: a rank waits for what never comes.
     """
-    clock = _Clock(program, costs)
+    clock = Clock(program, costs)
     walk(program, clock)
     return Timeline(program, tuple(tuple(row) for row in clock.events))
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """What actions of one kind and stage do, for the clock. Times are listed by micro-batch."""
 
     duration_s: float
@@ -79,14 +79,20 @@ class _Step:
     """Where it notes that its data is at hand; None where nobody takes it from here."""
 
 
-class _Clock:
-    """Every action starts when its rank reaches it, its data is at hand and its lane is free."""
+class Clock:
+    """Every action starts when its rank reaches it, its data is at hand and its lane is free. The machine that
+    :func:`simulate` walks with."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.events: list[list[Event]] = [[] for _ in program.rows]
         lanes = _lanes(program)
         self._steps = _steps(program, costs, lanes)
-        self._free_s = [0.0] * (program.num_ranks + len(lanes))
+        self.num_lanes = program.num_ranks + len(lanes)
+        self._free_s = [0.0] * self.num_lanes
+
+    def step(self, action: Action) -> Step:
+        """What an action does."""
+        return self._steps[action.stage][action.kind]
 
     def attempt(self, rank: int, action: Action) -> bool:
         step = self._steps[action.stage][action.kind]
@@ -113,7 +119,7 @@ def _lanes(program: Program) -> dict[tuple[int, int], int]:
     return {link: program.num_ranks + index for index, link in enumerate(links)}
 
 
-def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) -> list[dict[Kind, _Step]]:
+def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) -> list[dict[Kind, Step]]:
     """`[stage][kind]`. At the last stage the way turns round: its backward starts from its own forward."""
     ranks = program.stage_ranks
     inputs = [_unknown(program) for _ in ranks]
@@ -121,7 +127,7 @@ def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) ->
     bare = not any(action.kind in SEND_KINDS for row in program.rows for action in row)
     durations = _durations(program, costs)
 
-    def steps(stage: int) -> dict[Kind, _Step]:
+    def steps(stage: int) -> dict[Kind, Step]:
         rank, above, below = ranks[stage], program.next_stage(stage), program.previous_stage(stage)
         into = None if below is None else inputs[stage]
         up = None if above is None else inputs[above]
@@ -137,7 +143,7 @@ def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) ->
         }
         lane = {Kind.SEND_F: lanes.get((rank, to_above), rank), Kind.SEND_B: lanes.get((rank, to_below), rank)}
         return {
-            kind: _Step(durations[stage].get(kind, 0.0), lane.get(kind, rank), *flows.get(kind, (None, None)))
+            kind: Step(durations[stage].get(kind, 0.0), lane.get(kind, rank), *flows.get(kind, (None, None)))
             for kind in Kind
         }
 
