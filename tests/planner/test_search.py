@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_bound_that_is_too_high_is_noticed(model, cluster, monkeypatch):
 
     def too_high(self, strategy, before):
         bound = sized(self, strategy, before)
-        return bounds.replace(bound, seconds=bound.seconds * (10 if strategy.zero else 1))
+        return replace(bound, seconds=bound.seconds * (10 if strategy.zero else 1))
 
     monkeypatch.setattr(bounds.Bounds, "sized", too_high)
     assert [key(f) for f in searched(spec, machines, JOB, {}).fastest()] != right

@@ -2,9 +2,9 @@
 
     degrees, ZeRO, ...                  a bound on seconds and bytes; in the queue
     + micro-batches, recomputation      a bound on seconds and bytes; in the queue
-                                        a tighter one, once it is first there; in the queue again
-    + schedule                          a tighter bound; in the queue again
-    + stages even or balanced           priced: exact; first in the queue when nothing else can be faster
+                                        a tighter one, of the best of its orders, once it is first there
+    + schedule, stages even or          a bound on its bytes too; in the queue again
+      balanced                          priced: exact; first in the queue when nothing else can be faster
 
 What leaves the queue priced is the next in the order of time, so that a question for the first of a kind is answered
 without pricing the rest, and the answer is that of pricing all. What has been priced is kept for the next question.
@@ -22,14 +22,18 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
-from meshwright.planner.balance import Ends, balanced, balanced_by
+from meshwright.planner.balance import Ends, balanced, balanced_by, head_in_layers
 from meshwright.planner.bounds import Bound, Bounds
+from meshwright.planner.bounds.cuts import Order
 from meshwright.planner.enumerate import Choices, Refusal, nothing_legal, open_advice, strategies
 from meshwright.planner.must import Must, broken, kept
+from meshwright.planner.parts import Key
 from meshwright.planner.price import Forecast, Pricer
 
 DIVIDED, SIZED, WAITED, ORDERED, PRICED = range(5)
 """How far a strategy is chosen."""
+ORDER_FIELDS = ("schedule", "num_chunks", "layers_per_stage")
+"""What an order decides."""
 
 Admits = Callable[[Strategy], bool]
 
@@ -58,12 +62,16 @@ def searched(
     fix: Mapping[str, Any],
     musts: tuple[Must, ...] = (),
     ends: Ends | None = None,
+    pricer: Pricer | None = None,
 ) -> Search:
     """All strategies that agree with `fix` (values as from :func:`meshwright.planner.fix.check_fix`) and keep `musts`.
 
+    Args:
+        pricer: of the same model, cluster and job, where there is one already.
+
     Raises RuleError where there is none: as :func:`meshwright.planner.enumerate.strategies`, or with rule `must`.
     """
-    pricer = Pricer(model, cluster, job)
+    pricer = pricer or Pricer(model, cluster, job)
     for advice in (open_advice(fix), ()):
         search = Search(Choices(model, cluster, job, fix, advice), pricer, musts, ends)
         if search.is_any:
@@ -88,6 +96,7 @@ class Search:
         self.priced: list[Forecast] = []
         self.too_large: list[tuple[Strategy, int]] = []
         self._early = [must for must in musts if must.field != "num_chunks"]
+        self._known_orders: dict[Key, tuple[Order, ...]] = {}
         self._roots: list[_Node] = []
         for divided in choices.splits():
             bound = self._bounds.divided(divided, choices.micro_batch_sizes(divided))
@@ -147,6 +156,17 @@ class Search:
             yield forecast
             most[0] = forecast.device_bytes
 
+    def smallest_fitting(self) -> Forecast | None:
+        """The one that needs least of the device's memory, where that is there; the host may still be too small."""
+        usable = self.pricer.room.usable_memory_bytes
+        found = self._walk(
+            self._fitting,
+            lambda node: (node.bound.num_bytes, node.bound.seconds),
+            lambda node: node.bound.num_bytes <= usable,
+            lambda _: True,
+        )
+        return next(found, None)
+
     def smallest(self, admits: Admits = lambda strategy: True) -> Iterator[Forecast]:
         """All, in order of their fullest rank's memory, whether they fit or not."""
         return self._walk(
@@ -197,13 +217,27 @@ class Search:
                 yield _Node(sized, SIZED, self._bounds.sized(sized, node.bound))
 
     def _waited(self, node: _Node) -> Iterator[_Node]:
-        yield _Node(node.strategy, WAITED, self._bounds.waited(node.strategy, node.bound))
+        s = node.strategy
+        yield _Node(s, WAITED, self._bounds.waited(s, self._orders(s), node.bound))
 
     def _ordered(self, node: _Node) -> Iterator[_Node]:
-        for strategy in self._choices.orders(node.strategy):
-            if broken(self.musts, strategy) is None:
-                for cut in self._cuts(strategy):
-                    yield _Node(cut, ORDERED, self._bounds.ordered(cut, node.bound))
+        for order in self._orders(node.strategy):
+            strategy = node.strategy.model_copy(update=order.change)
+            yield _Node(strategy, ORDERED, self._bounds.ordered(strategy, order, node.bound))
+
+    def _orders(self, s: Strategy) -> tuple[Order, ...]:
+        """Schedules, each with its cuts: the same for strategies of which nothing differs that :meth:`Choices.orders`,
+        balance and cuts look at. What it must keep of other fields it keeps already."""
+        head = head_in_layers(self._choices.model, self._choices.job, s) if s.pp > 1 else 0.0
+        key = s.pp, s.num_micro_batches, s.zero >= 2, head, s.recompute != "none", s.recompute_layers
+        if key not in self._known_orders:
+            self._known_orders[key] = tuple(
+                self._bounds.layers.order(cut, {name: getattr(cut, name) for name in ORDER_FIELDS})
+                for strategy in self._choices.orders(s)
+                if broken(self.musts, strategy) is None
+                for cut in self._cuts(strategy)
+            )
+        return self._known_orders[key]
 
     def _cuts(self, strategy: Strategy) -> Iterator[Strategy]:
         """Even stages, and those balanced by forecast; or those balanced by what was measured."""

@@ -13,7 +13,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Offload
 from meshwright.core.units import format_bytes
 from meshwright.planner.fix import in_words
-from meshwright.planner.price import Forecast
+from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.search import searched
 
 KINDS = ("optimizer", "gradients", "parameters")
@@ -58,17 +58,19 @@ def _higher_limit(cluster: ClusterSpec, closest: Forecast) -> str | None:
 
 def _freed(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
     """Fixed fields one of which, given free, makes something fit."""
+    pricer = Pricer(model, cluster, job)
     for name, value in fix.items():
         freed = {other: kept for other, kept in fix.items() if other != name}
-        found = _smallest(model, cluster, job, freed)
+        found = _smallest(pricer, freed)
         if found and found.fits:
             yield f"it fits with {name}={getattr(found.strategy, name)} instead of {value}"
 
 
 def _offloads(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
     """What to offload so that something fits, given that the nodes have the room."""
+    pricer = Pricer(model, cluster, job)
     for offload in OFFLOADS if "offload" not in fix else ():
-        found = _smallest(model, cluster, job, {**fix, "offload": offload})
+        found = _smallest(pricer, {**fix, "offload": offload})
         if found and found.fits:
             yield _offloaded(found, cluster)
 
@@ -78,7 +80,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, 
     growth = 2
     while growth <= MAX_GROWTH:
         larger = cluster.model_copy(update={"num_nodes": cluster.num_nodes * growth})
-        found = _smallest(model, larger, job, fix)
+        found = _smallest(Pricer(model, larger, job), fix)
         if found and found.fits:
             more = f"{larger.num_devices} devices instead of {cluster.num_devices}"
             yield f"it fits on {more}: {found.strategy.describe()}"
@@ -95,14 +97,16 @@ def _offloaded(found: Forecast, cluster: ClusterSpec) -> str:
     return f"it fits with offload={','.join(named)} and {per_node} per node: {found.strategy.describe()}"
 
 
-def _smallest(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Forecast | None:
-    """The legal strategy that needs least memory; larger micro-batches, and what is not run again, never need less."""
+def _smallest(pricer: Pricer, fix: Mapping[str, Any]) -> Forecast | None:
+    """The legal strategy that needs least of the device's memory, if it has that; lower bounds alone rule out most
+    that have not. Larger micro-batches, and what is not run again, never need less."""
     is_sized = "micro_batch_size" in fix or "num_micro_batches" in fix
     least: dict[str, Any] = {} if is_sized else {"micro_batch_size": 1}
     least |= {} if "recompute" in fix or "tile" in fix else {"recompute": "full"}
     for more in (least, {}):
         try:
-            return next(searched(model, cluster, job, {**fix, **more}).smallest())
+            search = searched(pricer.model, pricer.cluster, pricer.job, {**fix, **more}, pricer=pricer)
         except RuleError:
             continue
+        return search.smallest_fitting()
     return None

@@ -7,8 +7,8 @@ a list of moves, and a replay is one pass over it: numbers alone, the same as :f
 from __future__ import annotations
 
 from meshwright.core.program import COMPUTE_KINDS, SEND_KINDS, Action, Kind, Program
-from meshwright.sim.clock import Clock, Costs, UnitCosts
 from meshwright.schedule.walk import walk
+from meshwright.sim.clock import Clock, Costs, UnitCosts
 
 _Move = tuple[int, int, int, int, int]
 """(rank, lane, time that it waits for, time that it notes, duration), the last three by index."""

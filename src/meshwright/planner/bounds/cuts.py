@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
 from meshwright.core.model import ModelSpec
+from meshwright.core.schedule import folded, looped
 from meshwright.core.strategy import Strategy
+from meshwright.planner.enumerate import MAX_CHUNKS
 
 Pair = tuple[int, int]
 """Something of layers with an MLP, and of layers with experts."""
@@ -60,6 +62,32 @@ class Cut:
     """Layers of the first stage."""
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A schedule, and how it cuts the model, as far as lower bounds look at it."""
+
+    change: Mapping[str, object]
+    """Fields of a strategy that it decides."""
+    cut: Cut | None
+    """None without a pipeline."""
+    has_ways: bool
+    """Whether micro-batches go one way, and a step ends with a flush: then ranks wait for the first and the last."""
+    has_tails: bool
+    """Whether gradients of a stage's weights are there when that of its input is: then a rank's last backward is
+    followed by those of the stages before it."""
+
+
+def least_layers(s: Strategy, num_layers: int, *, is_cut: bool) -> int:
+    """Of the first rank, whatever the schedule: an even cut, or one that spares the end with the head, gives it no
+    fewer than the stages of up to `MAX_CHUNKS` per rank have, rounded down; any number where a cut is given."""
+    if s.pp == 1:
+        return num_layers
+    if is_cut or s.layers_per_stage is not None:
+        return 0
+    chunks = range(1, MAX_CHUNKS + 1)
+    return min(v * (num_layers // (s.pp * v)) for v in chunks if s.pp * v <= num_layers)
+
+
 class Layers:
     """Of one model, which of its layers have experts."""
 
@@ -67,6 +95,7 @@ class Layers:
         self.num = model.num_layers
         self._sparse = [*accumulate(map(model.is_sparse, range(model.num_layers)), initial=0)]
         self.all = self.pair(0, self.num)
+        self._cuts: dict[object, Cut] = {}
 
     def pair(self, start: int, stop: int) -> Pair:
         """Layers of each kind in [start, stop)."""
@@ -81,8 +110,22 @@ class Layers:
         share = num_again / max(1, stop - start)
         return min(exact[0], share * dense), min(exact[1], share * sparse)
 
-    def cut(self, s: Strategy) -> Cut:
-        """Of a whole strategy."""
+    def order(self, s: Strategy, change: Mapping[str, object]) -> Order:
+        """That of a whole strategy, which decides the fields of `change`."""
+        schedule = s.pipeline_schedule
+        has_ways = schedule.num_directions == 1 and not schedule.is_asynchronous
+        return Order(change, self._cut(s) if s.pp > 1 else None, has_ways, not s.splits_backward)
+
+    def _cut(self, s: Strategy) -> Cut:
+        """Of schedules that lay stages on ranks alike, it is one."""
+        schedule, again = s.pipeline_schedule, s.recompute_layers if s.recompute != "none" else 0
+        placed = () if schedule.stage_ranks in (looped, folded) else (s.num_micro_batches,)
+        key = schedule.stage_ranks, schedule.num_directions, s.pp, s.stages_per_rank, placed, s.layers_per_stage, again
+        if key not in self._cuts:
+            self._cuts[key] = self._find_cut(s)
+        return self._cuts[key]
+
+    def _find_cut(self, s: Strategy) -> Cut:
         stages = s.stage_layers(self.num)
         counts = [self.pair(part.start, part.stop) for part in stages]
         again = [self.pair(part.start, part.start + s.num_recomputed(len(part))) for part in stages]
