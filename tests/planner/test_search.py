@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from random import Random
 
 import pytest
 
 from meshwright.core.job import Job
+from meshwright.core.layouts import Context, Expert, Tensor
+from meshwright.core.rules import violations
 from meshwright.core.sources import load_cluster
+from meshwright.core.strategy import Offload, Strategy
 from meshwright.planner import bounds
 from meshwright.planner.balance import balanced
 from meshwright.planner.enumerate import Choices, strategies
 from meshwright.planner.fix import parse_fix
+from meshwright.planner.parts import Parts
 from meshwright.planner.price import Pricer
 from meshwright.planner.search import DIVIDED, ORDERED, PRICED, SIZED, WAITED, searched
 
@@ -115,3 +120,66 @@ def test_few_are_priced(llama_70b, cluster):
     assert len(search.priced) < 60
     choices = Choices(llama_70b, cluster(16, 8), Job(seq_length=4096, global_batch_size=256), {})
     assert sum(1 for split in choices.splits() for _ in choices.sizes(split)) > 1000
+
+
+def test_few_orders_are_looked_at(llama_70b, cluster, monkeypatch):
+    """An order of a whole strategy is bounded by itself only where the best of all orders may win."""
+    seen = []
+    ordered = bounds.Bounds.ordered
+    monkeypatch.setattr(bounds.Bounds, "ordered", lambda *args: seen.append(args) or ordered(*args))
+    search = searched(llama_70b, cluster(16, 8), Job(seq_length=4096, global_batch_size=256), {})
+    list(islice(search.fastest(), 3))
+    assert 0 < len(seen) < 100
+
+
+def test_what_bounds_rule_out_is_not_priced(llama_70b, cluster):
+    job = Job(seq_length=4096, global_batch_size=256)
+    search = searched(llama_70b, cluster(1, 8, memory_bytes=10**9), job, {})
+    assert search.smallest_fitting() is None
+    assert not search.priced
+    search = searched(llama_70b, cluster(16, 8), job, {})
+    assert search.smallest_fitting() == next(search.smallest())
+
+
+CHOICES = {
+    "dp": (2, 4), "tp": (2,), "pp": (2, 4), "zero": (1, 2, 3), "micro_batch_size": (2,), "num_micro_batches": (4, 8),
+    "recompute": ("full", "selective"), "recompute_layers": (1, 2), "recompute_group": (2,), "precision": ("bf16",),
+    "schedule": ("gpipe", "interleaved-1f1b", "zb-h1", "dualpipe-v"), "num_chunks": (2,), "prefetch": (0, 2),
+    "sequence": ("megatron",), "layers_per_stage": ((3, 5), (1, 2, 3, 2)), "bucket_bytes": (2**12,), "tile": (2,),
+    "tensor": (Tensor(kind="2d"), Tensor(kind="3d")), "context": (Context(degree=2), Context(degree=2, kind="ulysses")),
+    "expert": (Expert(degree=2), Expert(degree=2, tensor=1)), "keep_gathered": (True,), "reduce_each": (True,),
+    "shard_over": ("node",), "ranks_per_node": (4,), "offload": (Offload(optimizer="cpu"), Offload(activations="cpu")),
+}  # fmt: skip
+"""Each field of a strategy, and values of it."""
+
+
+def drawn(random):
+    """Three fields or so at other values."""
+    names = random.sample(sorted(CHOICES), random.randint(2, 6))
+    return Strategy().model_copy(update={name: random.choice(CHOICES[name]) for name in names})
+
+
+def priced_after_others(spec, machines, num_draws):
+    """(strategies drawn that are legal, those of them that are priced otherwise after the others than alone)."""
+    pricer, random, num, wrong = Pricer(spec, machines, JOB), Random(0), 0, []
+    for _ in range(num_draws):
+        s = drawn(random)
+        job = JOB.model_copy(update={"global_batch_size": s.dp * s.micro_batch_size * s.num_micro_batches})
+        fits = machines.model_copy(update={"num_nodes": 1, "devices_per_node": s.world_size})
+        if not violations(s, spec, fits, job):
+            num += 1
+            wrong += [s] * (pricer.forecast(s) != Pricer(spec, machines, JOB).forecast(s))
+    return num, wrong
+
+
+def test_no_field_is_forgotten_where_strategies_share_parts(model, cluster, monkeypatch):
+    """What is priced after others, whose parts it may share, is priced as if it were alone; whatever field differs."""
+    assert set(CHOICES) == set(Strategy.model_fields)
+    for spec in (model(num_layers=8), model(**{**MIXTURE, "num_layers": 8, "dense_layers": (0,)})):
+        num, wrong = priced_after_others(spec, cluster(2, 8), 400)
+        assert num > 50
+        assert not wrong
+    found = Parts._find_keys
+    monkeypatch.setattr(Parts, "_find_keys", lambda self, s: replace(found(self, s), moved=()))
+    _, wrong = priced_after_others(model(num_layers=8), cluster(2, 8), 400)
+    assert wrong
