@@ -165,3 +165,29 @@ def test_ranks_that_share_experts_multiply_the_rows_of_all():
 
 def test_gradients_of_weights_may_sum_over_any_number_of_rows():
     assert speed().product(1003, 4096, 4096).backward < 1.2 * speed().product(1008, 4096, 4096).backward
+
+
+def test_gradients_of_micro_batches_are_added_where_the_stack_does_so():
+    model, job, cluster = big(), Job(seq_length=1024, global_batch_size=8), load_cluster("8xa100")
+    strategy = Strategy(tp=8, num_micro_batches=8, precision="fp16")
+    none = Collectives(0.0, 0.0, 0.0)
+    seconds = {}
+    for num_bytes in (0, 8, 16):
+        stack = Stack(gradient_sum_bytes={"fp16": num_bytes, "bf16": 99})
+        backward = stage_compute(model, job, strategy, cluster, 0, none, stack).backward
+        seconds[num_bytes] = sum(term.seconds for term in backward if term.name == "gradient sums")
+    assert seconds[0] == 0
+    assert seconds[16] == pytest.approx(2 * seconds[8])
+    least = sum(p.numel for p in model.parameters() if len(p.shape) == 2) / 8 * 8 / speed().bytes_per_s
+    assert seconds[8] == pytest.approx(least, rel=0.1)
+
+
+def test_each_kind_of_group_takes_buffers():
+    stack, job = Stack(communicator_bytes=10**9), Job(seq_length=1024, global_batch_size=8)
+    cluster, held = load_cluster("8xa100"), []
+    for sizes in ({"tp": 8}, {"tp": 4, "pp": 2}):
+        strategy = Strategy(num_micro_batches=8, **sizes)
+        own, under = (Pricer(big(), cluster, job, s).forecast(strategy).memory.total_bytes for s in (Stack(), stack))
+        held.append(under - own)
+    assert held[1] - held[0] == pytest.approx(10**9, rel=0.1)
+    assert held[0] >= 10**9

@@ -98,6 +98,9 @@ class Stack(Value):
     """Likewise backward."""
     step_s: float = Field(default=0.0, ge=0)
     """Host seconds of a step, whatever its size: data, logging, scaling."""
+    gradient_sum_bytes: dict[str, float] = Field(default_factory=dict)
+    """Dtype of the parameters → bytes that each parameter of a stage moves to add a micro-batch's gradient to those
+    before it, in a kernel of its own; nothing where the product that makes it adds it."""
     optimizer_passes: float = Field(default=1.0, gt=0)
     """Bytes that an update moves, over those that a fused one must."""
     ring_share: float | None = Field(default=None, gt=0, le=1)
@@ -131,6 +134,8 @@ class Stack(Value):
     context_bytes: float = Field(default=0, ge=0)
     """Of the device's runtime, of collectives and of their buckets. 0: not stated, and a share of the device's memory
     is kept free for them (`usable_memory_fraction`)."""
+    communicator_bytes: float = Field(default=0, ge=0)
+    """More, for each kind of group in which a rank communicates: buffers of its channels."""
     allocator_reserve: float = Field(default=1.0, ge=1)
     """What the caching allocator holds, over what is in use at the peak."""
     scattered_rows: bool = False

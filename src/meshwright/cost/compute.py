@@ -12,10 +12,11 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
+from meshwright.core.placement import largest_part
 from meshwright.core.profile import Profile, Stack
 from meshwright.core.strategy import Strategy
 from meshwright.cost.context import exposed_s
-from meshwright.cost.flops import stage_flops
+from meshwright.cost.flops import layer_weights, stage_flops
 from meshwright.cost.kernels import Rates, head_kernels, head_product, layers_kernels, rates
 from meshwright.cost.terms import TimeTerm, total_s
 
@@ -193,6 +194,7 @@ def _by_kernels(
         TimeTerm("head", head.backward),
         *seen.terms[1],
         TimeTerm("recomputation", again_s + seen.again_s),
+        *_sums(model, strategy, stage, speed, stack),
     )
     forward_s, backward_s = _floors(stack, len(layers), model.count_layers(layers, True))
     host = speed.profile.host
@@ -203,6 +205,17 @@ def _by_kernels(
         backward=(*backward, _launches(backward, backward_s + repeats * forward_s, again_host_s)),
         weight_gradients_s=(all_of.products + products_of_head).backward / 2,
     )
+
+
+def _sums(model: ModelSpec, strategy: Strategy, stage: int, speed: Rates, stack: Stack) -> tuple[TimeTerm, ...]:
+    """What a micro-batch's gradients take to be added to those before it, in kernels of their own."""
+    num_bytes = stack.gradient_sum_bytes.get(strategy.recipe.parameter)
+    if not num_bytes:
+        return ()
+    layers = strategy.stage_layers(model.num_layers)[stage]
+    ends = sum(strategy.stage_ends(stage)) * largest_part(model, "vocab", model.vocab_size, strategy.tp)
+    num_weights = sum(layer_weights(model, strategy, layer) for layer in layers) + ends * model.hidden_size
+    return (TimeTerm("gradient sums", num_weights * num_bytes / speed.bytes_per_s),)
 
 
 def _floors(stack: Stack, num_layers: int, num_sparse: int) -> tuple[float, float]:

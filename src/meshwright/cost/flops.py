@@ -75,6 +75,18 @@ def layer_forward_terms(
     return tuple(terms)
 
 
+def layer_weights(spec: ModelSpec, strategy: Strategy, layer: int = 0) -> int:
+    """Weights of one layer's products on the first rank of tp: half the FLOPs of a token, but of experts all that the
+    rank holds, not those that a token is sent to."""
+    total = 0
+    for term in layer_forward_terms(spec, 0, tp=strategy.tp, layer=layer):
+        share = 1.0
+        if term.name == EXPERTS:
+            share = spec.num_experts / spec.experts_per_token / strategy.ep * strategy.tp / strategy.et
+        total += round(term.flops * share) // 2
+    return total
+
+
 def _projection_terms(spec: ModelSpec, tp: int) -> Iterator[FlopTerm]:
     """To queries, keys and values; those to latents are whole on every rank of tp."""
     h, heads = spec.hidden_size, largest_part(spec, "heads", spec.heads_size, tp)

@@ -3,7 +3,8 @@
     copies of gradients and parameters    wider or second ones, whole or of this rank's shard
     stage outputs                         kept by a pipeline for each micro-batch under way, beside the inputs
     scores and masks                      of attention that is not fused, of dropout: all live layers, or one recomputed
-    context                               of the device's runtime, of collectives and their buckets
+    context                               of the device's runtime, and of buckets
+    communicators                         buffers of the channels of each kind of group: tp, pp, dp, cp, ep
     allocator reserve                     what a caching allocator holds and does not use, as a share of the above
 
 Sources: Korthikanti et al. 2022 §4.1 (scores, masks); Rajbhandari et al. 2020 §3.2 and §6 (buffers, fragmentation).
@@ -48,8 +49,14 @@ def stack_terms(
         ByteTerm("stage outputs", outputs),
         ByteTerm("scores and masks", scores),
         ByteTerm("context", int(stack.context_bytes)),
+        ByteTerm("communicators", int(stack.communicator_bytes) * _num_kinds_of_groups(strategy)),
         ByteTerm("allocator reserve", int((stack.allocator_reserve - 1) * allocated)),
     )
+
+
+def _num_kinds_of_groups(strategy: Strategy) -> int:
+    """Axes along which a rank has others to talk to."""
+    return sum(size > 1 for size in (strategy.tp, strategy.pp, strategy.dp, strategy.cp, strategy.ep))
 
 
 def _live(strategy: Strategy, rank: int) -> int:
