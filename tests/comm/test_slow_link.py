@@ -29,7 +29,13 @@ def load_nodes() -> ModuleType:
 nodes = load_nodes()
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or bool(nodes.missing()), reason="needs Linux, root, ip and tc")
 
-HOLD = "import nodes, time\nwith nodes.two_nodes(200) as pids:\n    print(*pids, flush=True)\n    time.sleep(60)"
+HOLD = """
+import nodes, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started all of this without it
+with nodes.two_nodes(200) as pids:
+    print(*pids, flush=True)
+    time.sleep(60)
+"""
 SEND = """
 import nodes, socket, sys
 nodes.enter(int(sys.argv[1]))
