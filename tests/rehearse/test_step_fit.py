@@ -33,7 +33,7 @@ def timed(on: ClusterSpec) -> list[TimedStep]:
 
 
 def test_a_fit_finds_what_is_behind_the_steps() -> None:
-    host = Host(layer_s=2e-3, micro_batch_s=3e-3, step_s=4e-3)
+    host = Host(layer_s=2e-3, micro_batch_s=3e-3, step_s=4e-3, call_s=5e-4)
     steps = timed(machine(matmul_efficiency=0.4, stream_passes=3.0, optimizer_passes=2.5, host=host))
     found = with_steps(machine(), steps)
     assert max(map(abs, step_errors(machine(), steps))) > 0.2
@@ -43,6 +43,24 @@ def test_a_fit_finds_what_is_behind_the_steps() -> None:
     assert 1.2 < profile.optimizer_passes < 5.0, "what is proportional to parameters is not told apart exactly"
     assert profile.host.layer_s == pytest.approx(2e-3, rel=0.1)
     assert profile.host.step_s == pytest.approx(4e-3, rel=0.2)
+    assert profile.host.call_s == pytest.approx(5e-4, rel=0.1)
+
+
+def test_calls_are_told_from_layers_by_models_that_ranks_divide() -> None:
+    """Replicas alone cannot: without the others the fit misses what a call takes, and so every divided model."""
+    steps = timed(machine(host=Host(layer_s=2e-3, call_s=1e-3)))
+    divided = [step for step in steps if step.plan.strategy.dp == 1]
+    assert {(s.plan.strategy.tp, s.plan.strategy.cp, s.plan.strategy.sequence) for s in divided} == {
+        (2, 1, "none"), (2, 1, "megatron"), (1, 2, "none"),
+    }  # fmt: skip
+    alone = with_steps(machine(), [step for step in steps if step.plan.strategy.dp == 2])
+    assert max(map(abs, step_errors(alone, divided))) > 0.2
+    assert max(map(abs, step_errors(with_steps(machine(), steps), divided))) < 0.03
+
+
+def test_a_way_that_ranks_cannot_divide_is_left_out() -> None:
+    assert all(plan.strategy.tp == 1 for plan in calibration_plans(cluster(3)))
+    assert {plan.strategy.world_size for plan in calibration_plans(cluster(1))} == {1}
 
 
 def test_nothing_is_negative() -> None:

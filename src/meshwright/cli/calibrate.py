@@ -107,8 +107,8 @@ def _print(found: ClusterSpec, measured: Measured, steps: Sequence[TimedStep], o
     table.add_row("compute beside traffic", f"{profile.overlap_slowdown:.2f} × its time alone")
     if steps:
         host = profile.host
-        times = (host.layer_s, host.micro_batch_s, host.step_s)
-        table.add_row("Python of a layer, micro-batch, step", ", ".join(f"{1e3 * t:.2f} ms" for t in times))
+        times = (host.layer_s, host.micro_batch_s, host.step_s, host.call_s)
+        table.add_row("Python of a layer, micro-batch, step, call", ", ".join(f"{1e3 * t:.2f} ms" for t in times))
         table.add_row("passes of an update, of streams", f"{profile.optimizer_passes:.1f}, {profile.stream_passes:.1f}")
         errors = ", ".join(f"{100 * error:+.0f}%" for error in step_errors(found, steps))
         table.add_row("training steps: forecast is off by", errors)

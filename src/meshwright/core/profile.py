@@ -23,6 +23,9 @@ class Host(Value):
     """Of a layer and micro-batch, forward and backward; forward takes a third."""
     micro_batch_s: float = Field(default=0.0, ge=0)
     """Of a micro-batch on a stage, likewise."""
+    call_s: float = Field(default=0.0, ge=0)
+    """Of a collective, or of a message of attention, beside what the link takes: Python, waking up, and what is made
+    ready for it and put together behind it."""
     step_s: float = Field(default=0.0, ge=0)
     """Of a step."""
 

@@ -30,13 +30,14 @@ def seconds_by_phase(
     cp sends stands under keys of its own (:func:`of_attention`), because a ring's hops run under its blocks.
 
     With ZeRO-3 a stack may send all in one ring each, at a share of its speed. It may also scatter rows over tp before
-    they are sent to their experts (:func:`_exchange_s`).
+    they are sent to their experts (:func:`_exchange_s`). A rank on the host's cores pays its own Python for each call.
     """
     ring_share = stack.ring_share if strategy.zero == 3 else None
     rows = [(key, row) for key, row in sent.rows.items() if key[1] != PP]
     over = {axis: route(axis, model, strategy, cluster) for axis in {axis for (_, axis, _), _ in rows}}
     if ring_share is not None:
         over = {axis: replace(way, num_local=1) for axis, way in over.items()}
+    host_s = cluster.device.profile.host.call_s if cluster.device.profile else 0.0
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
         each_bytes = row.payload_bytes / row.calls
@@ -45,7 +46,7 @@ def seconds_by_phase(
         else:
             seconds = row.calls * over[axis].seconds(primitive, each_bytes)
         key = of_attention(phase) if axis == CP and primitive in ATTENTION_PRIMITIVES else phase
-        total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0)
+        total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0) + row.calls * host_s
     return total
 
 

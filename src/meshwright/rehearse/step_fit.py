@@ -1,7 +1,8 @@
 """A rank's own costs from measured training steps: what products, streams and updates take over what their formulas
-say, and the seconds of Python for each layer, micro-batch and step.
+say, and the seconds of Python for each layer, micro-batch, step and call of a collective.
 
-    seconds = θ1 · products + θ2 · (streams, attention) + θ3 · update + θ4 · layers·m + θ5 · m + θ6 + communication
+    seconds = θ1 · products + θ2 · (streams, attention) + θ3 · update + θ4 · layers·m + θ5 · m + θ6 + θ7 · calls
+              + communication
 
 All but θ is the forecast on the cluster as it is; θ ≥ 0 are those with the least squares of relative errors.
 """
@@ -46,7 +47,7 @@ def with_steps(cluster: ClusterSpec, steps: Sequence[TimedStep]) -> ClusterSpec:
     scaled = np.array([row[:-1] for row in rows]) / np.array([[step.seconds] for step in steps])
     left = np.array([1 - row[-1] / step.seconds for row, step in zip(rows, steps, strict=True)])
     products, streams, update, *host = least_squares(scaled, left)
-    told = Host(**dict(zip(("layer_s", "micro_batch_s", "step_s"), host, strict=True)))
+    told = Host(**dict(zip(("layer_s", "micro_batch_s", "step_s", "call_s"), host, strict=True)))
     return _told(cluster, profile, max(LEAST, products), max(LEAST, streams), max(LEAST, update), told)
 
 
@@ -102,7 +103,8 @@ def _row(cluster: ClusterSpec, step: TimedStep) -> tuple[float, ...]:
     products, streams = (m * sum(t.seconds for t in terms if t.name in names) for names in (PRODUCTS, STREAMS))
     update = forecast.step_time.optimizer_s
     known = forecast.step_time.total_s - products - streams - update
-    return products, streams, update, float(plan.model.num_layers * m), float(m), 1.0, known
+    calls = sum(row.calls for row in forecast.traffic.rows.values())
+    return products, streams, update, float(plan.model.num_layers * m), float(m), 1.0, float(calls), known
 
 
 def step_errors(cluster: ClusterSpec, steps: Sequence[TimedStep]) -> list[float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
+from meshwright.core.rules import violations
 from meshwright.core.strategy import Strategy
 from meshwright.models.build import build
 from meshwright.rehearse.step_fit import TimedStep
@@ -37,6 +39,9 @@ CALIBRATION = (
 )
 """(layers, hidden size, vocabulary, tokens, sequences, micro-batches) of short steps that tell a rank's costs apart."""
 
+DIVIDED = ((4, 128, 1024, 64, 4, 2), (2, 256, 2048, 128, 4, 1))
+"""Likewise, of models that all ranks divide: in their layers they call each other, which replicas hardly do."""
+
 
 def llama(num_layers: int, hidden_size: int, vocab_size: int, seq_length: int, name: str = "llama-like") -> ModelSpec:
     """A decoder of heads of 32 or 64."""
@@ -50,14 +55,25 @@ def llama(num_layers: int, hidden_size: int, vocab_size: int, seq_length: int, n
 
 
 def calibration_plans(cluster: ClusterSpec) -> tuple[Plan, ...]:
-    """Replicas of small models, over all ranks as dp."""
-    found, num_ranks = [], cluster.num_devices
-    for layers, hidden, vocab, tokens, sequences, m in CALIBRATION:
-        strategy = Strategy(dp=num_ranks, micro_batch_size=sequences, num_micro_batches=m)
-        job = Job(seq_length=tokens, global_batch_size=num_ranks * sequences * m)
-        model = llama(layers, hidden, vocab, tokens)
-        found.append(Plan(model=model, cluster=cluster, job=job, strategy=strategy))
-    return tuple(found)
+    """Small models: replicas over all ranks as dp, and, where so many ranks can divide them, layers over all ranks."""
+    num_ranks = cluster.num_devices
+    found = [_calibrating(cluster, {"dp": num_ranks}, *sizes) for sizes in CALIBRATION]
+    if num_ranks > 1:
+        ways = {"tp": num_ranks}, {"tp": num_ranks, "sequence": "megatron"}, {"context": {"degree": num_ranks}}
+        found += [_calibrating(cluster, way, *sizes) for way in ways for sizes in DIVIDED]
+    return tuple(plan for plan in found if plan is not None)
+
+
+def _calibrating(
+    cluster: ClusterSpec, choice: Mapping[str, Any], layers: int, hidden: int, vocab: int, tokens: int, b: int, m: int
+) -> Plan | None:
+    """None where the choice does not go with the model's sizes."""
+    strategy = Strategy.model_validate({**choice, "micro_batch_size": b, "num_micro_batches": m})
+    job = Job(seq_length=tokens, global_batch_size=strategy.dp * b * m)
+    model = llama(layers, hidden, vocab, tokens)
+    if violations(strategy, model, cluster, job):
+        return None
+    return Plan(model=model, cluster=cluster, job=job, strategy=strategy)
 
 
 def time_steps(plans: Sequence[Plan], turns: int, told: Callable[[str], None]) -> tuple[TimedStep, ...]:
