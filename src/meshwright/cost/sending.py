@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from meshwright.core.axes import CP, EP, PP, TP
+from meshwright.core.axes import CP, EP, PP, TENSOR_AXES, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
@@ -30,14 +30,15 @@ def seconds_by_phase(
     cp sends stands under keys of its own (:func:`of_attention`), because a ring's hops run under its blocks.
 
     With ZeRO-3 a stack may send all in one ring each, at a share of its speed. It may also scatter rows over tp before
-    they are sent to their experts (:func:`_exchange_s`). A rank on the host's cores pays its own Python for each call.
+    they are sent to their experts (:func:`_exchange_s`). A rank on the host's cores pays its own Python for each call,
+    but where a grid starts them ahead of products.
     """
     ring_share = stack.ring_share if strategy.zero == 3 else None
     rows = [(key, row) for key, row in sent.rows.items() if key[1] != PP]
     over = {axis: route(axis, model, strategy, cluster) for axis in {axis for (_, axis, _), _ in rows}}
     if ring_share is not None:
         over = {axis: replace(way, num_local=1) for axis, way in over.items()}
-    host_s = cluster.device.profile.host.call_s if cluster.device.profile else 0.0
+    host_s = _call_s(cluster)
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
         each_bytes = row.payload_bytes / row.calls
@@ -46,7 +47,9 @@ def seconds_by_phase(
         else:
             seconds = row.calls * over[axis].seconds(primitive, each_bytes)
         key = of_attention(phase) if axis == CP and primitive in ATTENTION_PRIMITIVES else phase
-        total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0) + row.calls * host_s
+        total[key] = (
+            total.get(key, 0.0) + seconds / (ring_share or 1.0) + row.calls * host_s * (axis not in TENSOR_AXES)
+        )
     return total
 
 
@@ -92,6 +95,11 @@ def transfers_s(
     links = {pair: boundary_link(*pair, strategy, cluster) for pair in pairwise(ranks) if pair[0] != pair[1]}
     seconds = {pair: gathered_s + flat_s("send", payload, 2, link, cluster.backend) for pair, link in links.items()}
     return tuple(seconds.get(pair, 0.0) for pair in pairwise(ranks))
+
+
+def _call_s(cluster: ClusterSpec) -> float:
+    """What the host adds to a call, where it was measured."""
+    return cluster.device.profile.host.call_s if cluster.device.profile else 0.0
 
 
 def of_attention(phase: str) -> str:

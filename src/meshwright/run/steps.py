@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def _calibrating(
 
 
 def time_steps(plans: Sequence[Plan], turns: int, told: Callable[[str], None]) -> tuple[TimedStep, ...]:
-    """Median seconds of a step of each plan; plans take turns, so that what else the machine does meets them all.
+    """Median seconds of a step of each plan; plans take turns, so that what else the machine does meets them all; the order
+    of a turn is drawn anew, so that no plan always follows the same one, whose memory is in the way.
 
     Called by all ranks; memory for all of the plans' models must be there at once.
 
@@ -90,8 +92,8 @@ def time_steps(plans: Sequence[Plan], turns: int, told: Callable[[str], None]) -
     found: list[list[float]] = [[] for _ in plans]
     for turn in range(WARM_UP + turns):
         told(f"training steps, turn {turn + 1} of {WARM_UP + turns}")
-        for index, (plan, engine) in enumerate(zip(plans, engines, strict=True)):
-            seconds = _one_step(engine, _batch(plan, turn, engine), world)
+        for index in Random(turn).sample(range(len(plans)), len(plans)):
+            seconds = _one_step(engines[index], _batch(plans[index], turn, engines[index]), world)
             if turn >= WARM_UP:
                 found[index].append(seconds)
     return tuple(TimedStep(plan, statistics.median(each), tuple(each)) for plan, each in zip(plans, found, strict=True))
