@@ -78,8 +78,8 @@ def _calibrating(
 
 
 def time_steps(plans: Sequence[Plan], turns: int, told: Callable[[str], None]) -> tuple[TimedStep, ...]:
-    """Median seconds of a step of each plan; plans take turns, so that what else the machine does meets them all; the order
-    of a turn is drawn anew, so that no plan always follows the same one, whose memory is in the way.
+    """Median seconds of a step of each plan; plans take turns, so that what else the machine does meets them all. The
+    order of a turn is drawn anew: no plan always follows the same one, whose memory is in the way.
 
     Called by all ranks; memory for all of the plans' models must be there at once.
 
