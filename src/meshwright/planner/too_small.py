@@ -39,7 +39,8 @@ def nothing_fits(
     message = (
         f"`{model.name}` does not fit on `{cluster.name}`{fixed}: the closest, {closest.strategy.describe()}, "
         f"{closest.limit} ({format_bytes(held.states_bytes)} states + {format_bytes(held.activations_bytes)} "
-        f"activations + {format_bytes(held.buffers_bytes)} buffers on rank {closest.rank})"
+        f"activations + {format_bytes(held.buffers_bytes)} buffers + {format_bytes(held.working_bytes)} working "
+        f"on rank {closest.rank})"
     )
     others = (next(found(model, cluster, job, fix), None) for found in (_offloads, _larger))
     change = next(_freed(model, cluster, job, fix), None) or "; or ".join(
