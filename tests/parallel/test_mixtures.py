@@ -31,27 +31,10 @@ def test_every_choice_about_experts_meets_every_other(legal: list[Case], chosen:
     assert met == {pair for case in legal for pair in pairs_of(case)}
 
 
-def is_forecast_wrong(case: Case) -> bool:
-    """Layouts whose activations (20 kB and less) are forecast 7 to 22 % off: the last stage of experts without capacity
-    under full recomputation; experts that choose, recomputed in part while what is kept moves to the host."""
-    is_bare = case["gate"] == "empty" and case["recompute"] == "full" and case["pp"] > 1
-    return is_bare or (
-        case["gate"] == "choice" and case["recompute"] == "selective" and case["offload"] == "activations"
-    )
-
-
 @pytest.mark.slow  # compares as many layouts as it takes for every pair
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_covering_mixtures(ranks: Ranks, chosen: list[Case], world: int) -> None:
-    plans = [plan_of(case) for case in chosen if not is_forecast_wrong(case)]
+    """Of up to 4 ranks, which is where every pair is met with the least work; `test_experts` has layouts of 8."""
+    plans = [plan_of(case) for case in chosen]
+    assert {plan.strategy.world_size for plan in plans} == {1, 2, 4}
     assert_parity(ranks, [plan for plan in plans if plan.strategy.world_size == world])
-
-
-@pytest.mark.xfail(strict=True, reason="the forecast of these activations is wrong")
-def test_mixtures_that_are_forecast_wrong(ranks: Ranks, chosen: list[Case]) -> None:
-    wrong = [plan_of(case) for case in chosen if is_forecast_wrong(case)]
-    assert len(wrong) > 1
-    for plan in wrong:
-        with pytest.raises(AssertionError, match="memory of activations"):
-            assert_parity(ranks, [plan])
-    pytest.fail("as expected")

@@ -386,6 +386,13 @@ def postponed_mlp_half_terms(
     return [*mlp, z.kept("gradient of o", z.hidden)]
 
 
+def router_input_bytes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
+    """What a router and shared experts both keep for their gradients; 0 where they read different things."""
+    if not spec.shared_ffn_size or spec.gate.noise == "jitter":
+        return 0
+    return _sizes(spec, strategy, b, s).hidden_state("mlp input").bytes
+
+
 def output_gradient_bytes(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> int:
     """The gradient of a layer's output, as its last product sees it."""
     z = _sizes(spec, strategy, b, s)

@@ -36,6 +36,7 @@ from meshwright.cost.activations import (
     postponed_mlp_half_terms,
     recomputed_core_terms,
     router_gradient_terms,
+    router_input_bytes,
     total_bytes,
 )
 from meshwright.cost.experts import num_statistics
@@ -356,9 +357,14 @@ class _LayerBytes:
     postponed_mlp_half: int
     """Of it, when I comes to attention, with the gradient that goes into it."""
     gradient: int
-    """Of its output."""
+    """Of what o puts out: as large as the layer's output."""
+    last_gradient: int
+    """Of the layer's output, which its last product keeps for W while all that forward kept is there; 0 where experts
+    alone come last: gradients of their rows take the place of the rows."""
     at_router: int
     """In the place of `mlp_half`, when backward comes to a router; 0 of a layer without one."""
+    router_input: int
+    """Of that, what shared experts keep for W too."""
 
     def unit(self, recompute: Recompute) -> _Unit:
         """By itself; kept but for attention's core with `selective`."""
@@ -366,8 +372,8 @@ class _LayerBytes:
         kept, at_attention = self.kept - again, self.kept - self.mlp_half
         at_router = at_attention - again + self.at_router if self.at_router else 0
         most = max(kept, at_router) if not again else max(kept, at_router, at_attention)
-        behind = at_router and at_router + self.postponed_mlp_half - self.gradient
-        most_split = max(kept + self.gradient, at_attention + self.postponed_mlp_half, behind)
+        behind = at_router and at_router + self.postponed_mlp_half - self.router_input - self.gradient
+        most_split = max(kept + self.last_gradient, at_attention + self.postponed_mlp_half, behind)
         return _Unit(kept, most, self.postponed, most_split)
 
 
@@ -394,12 +400,13 @@ class _Parts:
         if recompute != "full":
             return units[0]
         kept, postponed = sum(unit.kept for unit in units), sum(unit.postponed for unit in units)
-        split, before, behind = 0, kept, 0
+        most, split, before, behind = kept, 0, kept, 0
         for unit in reversed(units):
             before -= unit.kept
+            most = max(most, before + unit.most)
             split = max(split, before + unit.most_split + behind)
             behind += unit.postponed
-        return _Unit(self.layer_input, kept, postponed, split)
+        return _Unit(self.layer_input, most, postponed, split)
 
 
 def _loss_numbers(job: Job) -> int:
@@ -428,14 +435,18 @@ def _one_micro_batch(
     alone = Strategy.model_validate({**layout, "recompute": recompute})
 
     def of_layer(layer: int) -> _LayerBytes:
+        gradient = output_gradient_bytes(model, alone, b, s)
+        ends_in_experts = model.is_sparse(layer) and not model.shared_ffn_size
         return _LayerBytes(
             kept=total_bytes(layer_terms(model, alone, b, s, layer, imbalance)),
             core=total_bytes(recomputed_core_terms(model, alone, b, s)),
             mlp_half=total_bytes(mlp_half_terms(model, alone, b, s, layer, imbalance)),
             postponed=total_bytes(postponed_layer_terms(model, alone, b, s, layer, imbalance)),
             postponed_mlp_half=total_bytes(postponed_mlp_half_terms(model, alone, b, s, layer, imbalance)),
-            gradient=output_gradient_bytes(model, alone, b, s),
+            gradient=gradient,
+            last_gradient=0 if ends_in_experts else gradient,
             at_router=total_bytes(router_gradient_terms(model, alone, b, s)) if model.is_sparse(layer) else 0,
+            router_input=router_input_bytes(model, alone, b, s),
         )
 
     dense = of_layer(model.dense_layers[0] if model.dense_layers else 0)
