@@ -11,7 +11,6 @@ from meshwright.core.layouts import Expert
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import format_bytes, format_time
 from meshwright.cost.activations import imbalance_of
-from meshwright.cost.step import mean_terms
 from meshwright.planner.price import Pricer
 from meshwright.planner.rank import plan
 
@@ -71,9 +70,9 @@ def test_the_cause_is_what_the_alternative_adds(model, cluster):
     causes = {}
     for change in ({"recompute": "full"}, {"dp": 4, "pp": 1, "num_micro_batches": 16}):
         other = pricer.simulate(pricer.forecast(plain.model_copy(update=change)))
-        terms = {t.name: t for t in mean_terms(pricer.step_costs(other.strategy), other.strategy, other.step_time)}
+        terms = {t.name: t for t in pricer.terms(other)}
         assert sum(t.seconds for t in terms.values()) == pytest.approx(other.step_time.total_s)
-        base = mean_terms(pricer.step_costs(plain), plain, fastest.step_time)
+        base = pricer.terms(fastest)
         causes[tuple(change)] = {t.name: terms[t.name].seconds - t.seconds for t in base if t.name in terms}
     for added in causes.values():
         assert added["layers"] == pytest.approx(0, abs=1e-9)

@@ -9,6 +9,7 @@ from meshwright.core.strategy import Offload
 from meshwright.core.units import format_bytes
 from meshwright.planner.advise import advise
 from meshwright.planner.fix import parse_fix
+from meshwright.planner.offloads import hosts_may_hold
 from meshwright.planner.price import price
 from meshwright.planner.rank import Options, plan
 from tests.shapes import make_model
@@ -155,3 +156,18 @@ def test_a_last_resort_offloads_no_more_than_it_takes(small, job):
     assert moved.gradients == "cpu"
     with pytest.raises(RuleError, match="does not fit"):
         plan(MODEL, tiny, job, parse_fix(["offload=optimizer:cpu"]), Options(may_offload=True))
+
+
+def test_hosts_that_cannot_hold_it_are_not_searched(small, job):
+    """A bound: it lets pass what the search finds room for, down to the last byte of the least that the states take."""
+    searched = plan(MODEL, stated(small), job, parse_fix(["offload=optimizer:cpu"]))
+    offload, least = searched.plan.strategy.offload, searched.forecast.memory.host_bytes
+    assert hosts_may_hold(MODEL, stated(small, host_memory_bytes=least), job, {}, offload)
+    per_parameter = {"fp32": 2 * 4, "bf16": 3 * 4}  # moments, and masters where there are any
+    for precision, num_bytes in per_parameter.items():
+        needed = MODEL.num_parameters * num_bytes
+        for room, may in ((needed, True), (needed - 1, False)):
+            host = stated(small, host_memory_bytes=room)
+            assert hosts_may_hold(MODEL, host, job, {"precision": precision}, offload) is may
+    assert hosts_may_hold(MODEL, stated(small, host_memory_bytes=1), job, {}, Offload(activations="cpu"))
+    assert hosts_may_hold(MODEL, small, job, {}, offload), "where nothing is stated, nothing is ruled out"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from meshwright.core.axes import CP, EP, PP, TENSOR_AXES, TP
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
-from meshwright.core.measures import Traffic
+from meshwright.core.measures import Traffic, TrafficRow
 from meshwright.core.model import ModelSpec
 from meshwright.core.profile import OWN, Stack
 from meshwright.core.strategy import Strategy
@@ -38,7 +38,6 @@ def seconds_by_phase(
     over = {axis: route(axis, model, strategy, cluster) for axis in {axis for (_, axis, _), _ in rows}}
     if ring_share is not None:
         over = {axis: replace(way, num_local=1) for axis, way in over.items()}
-    host_s = _call_s(cluster)
     total: dict[str, float] = {}
     for (primitive, axis, phase), row in rows:
         each_bytes = row.payload_bytes / row.calls
@@ -47,10 +46,24 @@ def seconds_by_phase(
         else:
             seconds = row.calls * over[axis].seconds(primitive, each_bytes)
         key = of_attention(phase) if axis == CP and primitive in ATTENTION_PRIMITIVES else phase
-        total[key] = (
-            total.get(key, 0.0) + seconds / (ring_share or 1.0) + row.calls * host_s * (axis not in TENSOR_AXES)
-        )
+        total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0)
+        total[key] += _num_waited(axis, row) * call_s(cluster)
     return total
+
+
+def num_waited(sent: Traffic) -> int:
+    """Calls for each of which a rank pays the host's time (:func:`call_s`)."""
+    return sum(_num_waited(axis, row) for (_, axis, _), row in sent.rows.items())
+
+
+def _num_waited(axis: str, row: TrafficRow) -> int:
+    """Not those of a grid, which starts them ahead of products, nor those between stages, priced by boundary."""
+    return 0 if axis in (PP, *TENSOR_AXES) else row.calls
+
+
+def call_s(cluster: ClusterSpec) -> float:
+    """What the host adds to a call, where it was measured."""
+    return cluster.device.profile.host.call_s if cluster.device.profile else 0.0
 
 
 def _exchange_s(
@@ -95,11 +108,6 @@ def transfers_s(
     links = {pair: boundary_link(*pair, strategy, cluster) for pair in pairwise(ranks) if pair[0] != pair[1]}
     seconds = {pair: gathered_s + flat_s("send", payload, 2, link, cluster.backend) for pair, link in links.items()}
     return tuple(seconds.get(pair, 0.0) for pair in pairwise(ranks))
-
-
-def _call_s(cluster: ClusterSpec) -> float:
-    """What the host adds to a call, where it was measured."""
-    return cluster.device.profile.host.call_s if cluster.device.profile else 0.0
 
 
 def of_attention(phase: str) -> str:

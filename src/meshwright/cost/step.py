@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.measures import StepTime
@@ -215,28 +215,19 @@ def _in_turns(costs: StepCosts, strategy: Strategy, ends_s: Sequence[float]) -> 
 
 
 def step_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
-    """The step by cause, on the pipeline rank that works longest; the terms add up to `time.total_s`."""
-    slowest = max(costs.by_rank, key=lambda stages: sum(stage.forward_s + stage.backward_s for stage in stages))
-    return _by_cause([slowest], strategy.micro_batches_per_stage, "bubble and transfers", time)
-
-
-def mean_terms(costs: StepCosts, strategy: Strategy, time: StepTime) -> tuple[TimeTerm, ...]:
     """The step by cause, as the mean over the pipeline's ranks; the terms add up to `time.total_s`.
 
-    For comparing strategies, whose slowest stages may do different work: over all devices the layers and the head cost
-    as much however they are split, and what a split loses by uneven stages stands in a term of its own.
+    Over all devices the layers and the head cost as much however they are split, so that strategies can be compared;
+    what a split loses by uneven stages stands with the bubble: both are ranks that wait.
     """
-    return _by_cause(costs.by_rank, strategy.micro_batches_per_stage, "bubble, uneven stages and transfers", time)
-
-
-def _by_cause(ranks: Sequence[Sequence[StageCosts]], m: int, waiting: str, time: StepTime) -> tuple[TimeTerm, ...]:
     work: dict[str, float] = {}
-    for stage in chain.from_iterable(ranks):
+    for stage in costs.stages:
         for term in (*stage.forward, *stage.backward):
-            work[term.name] = work.get(term.name, 0.0) + m * term.seconds / len(ranks)
+            seconds = strategy.micro_batches_per_stage * term.seconds / strategy.pp
+            work[term.name] = work.get(term.name, 0.0) + seconds
     return (
         *(TimeTerm(name, seconds) for name, seconds in work.items()),
-        TimeTerm(waiting, max(0.0, time.pipeline_s - sum(work.values()))),
+        TimeTerm("bubble, uneven stages and transfers", max(0.0, time.pipeline_s - sum(work.values()))),
         TimeTerm("data-parallel communication", time.data_comm_exposed_s),
         TimeTerm("optimizer", time.optimizer_s),
     )

@@ -13,7 +13,6 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted, format_bytes, format_time
 from meshwright.cost.activations import imbalance_of
 from meshwright.cost.flops import mfu
-from meshwright.cost.step import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.cost.traffic import traffic
 from meshwright.planner.interval import interval_s, is_calibrated
@@ -115,7 +114,7 @@ def _delay(strategy: Strategy) -> str:
 
 
 def _limits(winner: Forecast, pricer: Pricer) -> str:
-    """Where the seconds go; the largest term beside the products themselves is what limits."""
+    """Where the seconds go, on the mean rank; the largest term beside the products themselves is what limits."""
     total = winner.step_time.total_s
     shares = [(term.name, term.seconds / total) for term in pricer.terms(winner)]
     listed = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
@@ -216,12 +215,8 @@ def _against(winner: Forecast, best: Forecast, pricer: Pricer) -> str:
         extra = best.memory.total_bytes - winner.memory.total_bytes
         how = "more" if extra > 0 else "less"
         return f"{name} is as fast and holds {format_bytes(abs(extra))} {how}" if extra else f"{name} is its equal"
-    cause = _largest_increase(_mean_terms(winner, pricer), _mean_terms(best, pricer))
+    cause = _largest_increase(pricer.terms(winner), pricer.terms(best))
     return f"{name} is {slower:.1%} slower, mostly for {cause.name} (+{format_time(cause.seconds)})"
-
-
-def _mean_terms(forecast: Forecast, pricer: Pricer) -> tuple[TimeTerm, ...]:
-    return mean_terms(pricer.step_costs(forecast.strategy), forecast.strategy, forecast.step_time)
 
 
 def _largest_increase(before: Sequence[TimeTerm], after: Sequence[TimeTerm]) -> TimeTerm:

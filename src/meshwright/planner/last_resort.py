@@ -1,10 +1,8 @@
 """Where nothing fits the devices: the same search with offload to the host, whose room and speed the cluster states.
 
 It is asked last, because every byte passes a slow link in each step, and no more is offloaded than it takes: the first
-kind of `OFFLOADS` with which anything fits is searched, not all of them. Disks are left to who knows a folder on one:
+of `TO_HOST` with which anything fits is searched, not all of them. Disks are left to who knows a folder on one:
 `--fix offload=...`.
-
-Sources: Ren et al. 2021 §3 (the optimizer first), Rajbhandari et al. 2021 §5 (gradients and parameters after it).
 """
 
 from __future__ import annotations
@@ -16,17 +14,12 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.strategy import Offload
 from meshwright.core.units import format_bytes
 from meshwright.planner.balance import Ends
 from meshwright.planner.must import Must
-from meshwright.planner.price import Forecast
+from meshwright.planner.offloads import TO_HOST, hosts_may_hold
+from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.search import Search, searched
-
-KINDS = ("optimizer", "gradients", "parameters")
-_STATES = [dict.fromkeys(KINDS[:count], "cpu") for count in range(4)]
-OFFLOADS = [Offload.model_validate({**kinds, **more}) for more in ({}, {"activations": "cpu"}) for kinds in _STATES][1:]
-"""What is tried, in this order: states with those that a step misses less, and then what layers keep too."""
 
 
 def is_stated(cluster: ClusterSpec) -> bool:
@@ -45,10 +38,13 @@ def offloading(
     """(what is fixed, search) of each kind of offload; none where `fix` decides, or the cluster does not state it."""
     if "offload" in fix or not is_stated(cluster):
         return
-    for offload in OFFLOADS:
+    pricer = Pricer(model, cluster, job)
+    for offload in TO_HOST:
+        if not hosts_may_hold(model, cluster, job, fix, offload):
+            continue
         wanted = {**fix, "offload": offload}
         try:
-            yield wanted, searched(model, cluster, job, wanted, must, ends)
+            yield wanted, searched(model, cluster, job, wanted, must, ends, pricer)
         except RuleError:
             continue
 

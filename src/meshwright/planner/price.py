@@ -154,7 +154,7 @@ class Pricer:
         return self.parts.replay(strategy).ends_s(costs)
 
     def terms(self, forecast: Forecast) -> tuple[TimeTerm, ...]:
-        """The step's seconds by cause; they add up to the forecast's total."""
+        """The step's seconds by cause, on the mean rank; they add up to the forecast's total."""
         return step_terms(self.step_costs(forecast.strategy), forecast.strategy, forecast.step_time)
 
     def step_costs(self, strategy: Strategy) -> StepCosts:

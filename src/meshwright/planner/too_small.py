@@ -10,22 +10,12 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
-from meshwright.core.strategy import Offload
 from meshwright.core.units import format_bytes
 from meshwright.planner.fix import in_words
+from meshwright.planner.offloads import STATES, TO_DISK, TO_HOST, hosts_may_hold
 from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.search import searched
 
-KINDS = ("optimizer", "gradients", "parameters")
-"""What may be offloaded, in the order in which a step misses it least."""
-_STATES = {
-    tier: [
-        Offload(**dict.fromkeys(KINDS[:count], tier), path="FOLDER" if tier == "disk" else None) for count in (1, 2, 3)
-    ]
-    for tier in ("cpu", "disk")
-}
-OFFLOADS = (*_STATES["cpu"], Offload(activations="cpu"), *_STATES["disk"])
-"""What is tried, the fastest first."""
 MAX_GROWTH = 64
 """How many times more nodes are tried."""
 
@@ -70,7 +60,9 @@ def _freed(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, A
 def _offloads(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> Iterator[str]:
     """What to offload so that something fits, given that the nodes have the room."""
     pricer = Pricer(model, cluster, job)
-    for offload in OFFLOADS if "offload" not in fix else ():
+    for offload in (*TO_HOST, *TO_DISK) if "offload" not in fix else ():
+        if not hosts_may_hold(model, cluster, job, fix, offload):
+            continue
         found = _smallest(pricer, {**fix, "offload": offload})
         if found and found.fits:
             yield _offloaded(found, cluster)
@@ -91,7 +83,9 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, 
 def _offloaded(found: Forecast, cluster: ClusterSpec) -> str:
     """How to ask for it, and what each node must have for it."""
     offload, held = found.strategy.offload, found.memory
-    named = [f"{kind}:{getattr(offload, kind)}" for kind in (*KINDS, "activations") if getattr(offload, kind) != "none"]
+    named = [
+        f"{kind}:{getattr(offload, kind)}" for kind in (*STATES, "activations") if getattr(offload, kind) != "none"
+    ]
     named += [f"path:{offload.path}"] if offload.path else []
     needed = ((held.host_bytes, "of the host's memory"), (held.disk_bytes, "of disk"))
     per_node = " and ".join(f"{format_bytes(n * cluster.devices_per_node)} {what}" for n, what in needed if n)

@@ -17,7 +17,6 @@ from meshwright.core.layouts import Tensor
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.core.values import Value
-from meshwright.cost.step import mean_terms
 from meshwright.cost.terms import TimeTerm
 from meshwright.planner.fix import FIELDS, known, parse_fix
 from meshwright.planner.price import Forecast, Pricer
@@ -102,4 +101,4 @@ def priced(plan: Plan) -> Priced:
     """A plan's forecast, simulated, with its terms."""
     pricer = Pricer(plan.model, plan.cluster, plan.job)
     forecast = pricer.simulate(pricer.forecast(plan.strategy))
-    return Priced(plan, forecast, mean_terms(pricer.step_costs(plan.strategy), plan.strategy, forecast.step_time))
+    return Priced(plan, forecast, pricer.terms(forecast))

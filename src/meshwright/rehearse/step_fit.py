@@ -19,6 +19,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Host, Profile
+from meshwright.cost.sending import num_waited
 from meshwright.planner.price import Pricer
 
 PRODUCTS, STREAMS = ("products", "head"), ("streams", "attention")
@@ -103,7 +104,7 @@ def _row(cluster: ClusterSpec, step: TimedStep) -> tuple[float, ...]:
     products, streams = (m * sum(t.seconds for t in terms if t.name in names) for names in (PRODUCTS, STREAMS))
     update = forecast.step_time.optimizer_s
     known = forecast.step_time.total_s - products - streams - update
-    calls = sum(row.calls for row in forecast.traffic.rows.values())
+    calls = num_waited(forecast.traffic)
     return products, streams, update, float(plan.model.num_layers * m), float(m), 1.0, float(calls), known
 
 
