@@ -28,8 +28,6 @@ from meshwright.run.failure import Failure, first_cause
 
 ENTRY = "meshwright.cli.main"
 """The module that a rank runs."""
-
-
 MAX_QUOTED = 160
 """Characters of a log that an error repeats."""
 DUMP = "Fatal Python error"
