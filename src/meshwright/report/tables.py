@@ -101,7 +101,9 @@ class StrategiesTable:
         return table
 
 
-def strategies_table(candidates: Sequence[Candidate], title: str = "Strategies, best first, one for each dp × tp × pp") -> StrategiesTable:
+def strategies_table(
+    candidates: Sequence[Candidate], title: str = "Strategies, best first, one for each dp × tp × pp"
+) -> StrategiesTable:
     """One row per candidate, in the order given: step time, bubble, memory by category, wire bytes by axis of the mesh.
 
     All memory columns share one unit, and so do all wire columns; the heads name it.
