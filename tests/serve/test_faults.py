@@ -80,12 +80,11 @@ def test_keys_are_compared_as_bytes(run_server):
         assert answer.status_code == status, given
 
 
-def test_lists_beyond_count_are_refused_before_they_are_made():
+def test_lists_beyond_count_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch):
     many = b'{"prompt": "x", "metadata": {"a": [' + b",".join([b"[]"] * 1_000_000) + b"]}}"
-    began_s = time.process_time()
-    with pytest.raises(InputError, match="the body holds 1,000,003 lists and objects; 10,000 may be in it"):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="1,000,003 lists and objects; 10,000 may be"):
+        patch.setattr(api.json, "loads", lambda *_args, **_kwargs: pytest.fail("the lists were made"))
         api.parse(api.CompletionBody, many)
-    assert time.process_time() - began_s < 0.5
     with pytest.raises(InputError, match="50,002 lists"):
         api.parse(api.CompletionBody, b'{"prompt": "x", "metadata": ' + b"[" * 50_001)
     for text in ("[{" * 20_000, r"\\" * 3 + r"\"[" * 20_000, "\n"):
