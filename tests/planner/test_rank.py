@@ -15,6 +15,7 @@ from meshwright.planner.enumerate import strategies
 from meshwright.planner.fix import parse_fix
 from meshwright.planner.price import Pricer
 from meshwright.planner.rank import Options, degrees, plan, settle
+from meshwright.planner.search import searched
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,7 @@ def test_the_ranking(spec, cluster, job):
 
 def test_the_pareto_front_is_faster_or_smaller_and_nothing_beats_it(spec, cluster, job):
     machines = cluster(1, 4)
-    result = plan(spec, machines, job, options=Options(num_front=1000))
-    front = [(f.step_time.total_s, f.memory.total_bytes) for f in result.pareto]
+    front = [(f.step_time.total_s, f.memory.total_bytes) for f in searched(spec, machines, job, {}).front()]
     assert front == sorted(front)
     assert [m for _, m in front] == sorted({m for _, m in front}, reverse=True)
     pricer = Pricer(spec, machines, job)
@@ -60,6 +60,16 @@ def test_the_pareto_front_is_faster_or_smaller_and_nothing_beats_it(spec, cluste
         f = pricer.forecast(strategy)
         point = (f.step_time.total_s, f.memory.total_bytes)
         assert any(t <= point[0] * (1 + 1e-9) and m <= point[1] for t, m in front)
+
+
+def test_a_strategy_has_one_time_wherever_it_is_shown(spec, cluster, job):
+    result = plan(spec, cluster(2, 4), job, {"pp": 4, "schedule": "1f1b"}, Options(num_front=1000))
+    ranked = {forecast.strategy.describe(): forecast for forecast in result.ranked}
+    both = [forecast for forecast in result.pareto if forecast.strategy.describe() in ranked]
+    assert result.forecast in both
+    assert all(forecast.step_time == ranked[forecast.strategy.describe()].step_time for forecast in both)
+    seconds = [(f.step_time.total_s, f.memory.total_bytes) for f in result.pareto]
+    assert seconds == sorted(seconds)
 
 
 def test_a_timetable_too_long_to_replay_is_taken_at_its_closed_form(model, cluster):

@@ -1,7 +1,7 @@
 """Tables: numbers, units and order as a reader sees them."""
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
@@ -33,6 +33,7 @@ class Candidate:
     traffic: Traffic
     step_time: StepTime
     fits: bool
+    is_bound: bool = False
 
 
 def traffic(wire=1):
@@ -132,6 +133,7 @@ def test_strategies_show_all_that_decides():
     ]  # fmt: skip
     assert cells(table, "2")[2:4] == ["9.00 s", "0.0%"]
     assert cells(table, "2")[-4:] == ["–", "–", "–", "no"]
+    assert cells(strategies_table([replace(one, is_bound=True)]), "1")[2] == "≥ 1.23 s"
     head = " ".join(show(table)[1:3])
     for name in (
         "param",

@@ -79,6 +79,11 @@ class Forecast:
         return self._excess is None
 
     @property
+    def is_bound(self) -> bool:
+        """Whether the clock may find more seconds: those of a pipeline are at least those of the closed form."""
+        return not self.simulated and self.strategy.pp > 1
+
+    @property
     def device_bytes(self) -> int:
         """Of the device's memory, that the rank takes."""
         return self.memory.total_bytes + self.memory.host_bytes * self.room.host_is_device

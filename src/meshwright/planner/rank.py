@@ -104,14 +104,14 @@ def plan(
     ranked = replay_small(best, pricer.simulate, options)
     if is_reordered(cluster, wanted):
         ranked = replay_small(reordered(ranked, search, options), pricer.simulate, options)
-    front = tuple(smaller_and_smaller([*islice(search.front(), options.num_front), *ranked])[: options.num_front])
+    front = as_replayed(islice(search.front(), options.num_front), (*replayed, *ranked))
     advice = tuple(advise(model, cluster, job))
     why = explain(ranked[0], search, advice, is_reordered=is_reordered(cluster, wanted))
     return PlanResult(
         plan=Plan(model=model, cluster=cluster, job=job, strategy=ranked[0].strategy, why=why + without),
         forecast=ranked[0],
         ranked=tuple(ranked),
-        pareto=front,
+        pareto=tuple(smaller_and_smaller([*front, *ranked])[: options.num_front]),
         refused=tuple(summarise(search)),
         advice=advice,
         num_priced=len(search.priced),
@@ -142,6 +142,12 @@ def smaller_and_smaller(forecasts: Iterable[Forecast]) -> list[Forecast]:
         if not found or forecast.device_bytes < found[-1].device_bytes:
             found.append(forecast)
     return found
+
+
+def as_replayed(forecasts: Iterable[Forecast], replayed: Iterable[Forecast]) -> list[Forecast]:
+    """The same strategies, with the clock's seconds where it was asked before: one strategy has one time."""
+    known = {id(forecast.strategy): forecast for forecast in replayed if forecast.simulated}
+    return [known.get(id(forecast.strategy), forecast) for forecast in forecasts]
 
 
 def _order(forecast: Forecast) -> tuple[float, int]:

@@ -53,6 +53,10 @@ class Candidate(Protocol):
     @property
     def step_time(self) -> StepTime: ...
     @property
+    def is_bound(self) -> bool:
+        """Whether the step may take longer than `step_time`, but not shorter."""
+
+    @property
     def fits(self) -> bool: ...
 
 
@@ -105,10 +109,16 @@ def strategies_table(
     candidates: Sequence[Candidate], title: str = "Strategies, best first, one for each dp × tp × pp"
 ) -> StrategiesTable:
     """One row per candidate, in the order given: step time, bubble, memory by category, wire bytes by axis of the mesh.
+    A time after `≥` is the closed form's; the clock, which was not asked, may find more.
 
     All memory columns share one unit, and so do all wire columns; the heads name it.
     """
     return StrategiesTable(candidates, title)
+
+
+def step_text(candidate: Candidate) -> str:
+    """The step's time; `≥` before what only a bound is known of."""
+    return "≥ " * candidate.is_bound + format_time(candidate.step_time.total_s)
 
 
 def _strategy_columns(candidates: Sequence[Candidate]) -> list[_Column]:
@@ -127,7 +137,7 @@ def _strategy_columns(candidates: Sequence[Candidate]) -> list[_Column]:
 
     return [
         _Column("strategy", lambda c: c.strategy.describe()),
-        _Column("step", lambda c: format_time(c.step_time.total_s)),
+        _Column("step", step_text),
         _Column("bubble", lambda c: f"{c.step_time.bubble_fraction:.1%}"),
         *(memory(name, field) for name, field in zip(_SHORT, MEMORY_CATEGORIES.values(), strict=True)),
         memory("total", "total_bytes", detail=False),
