@@ -125,20 +125,19 @@ class Counting:
 
 def serve(folder: Path, threads: int) -> None:
     """Until the input ends."""
-    import socket
 
     import torch
     import uvicorn
 
     from meshwright.run.served import open_model
+    from meshwright.run.serving import Address
     from meshwright.serve.app import make_app, make_service
     from meshwright.serve.options import ServeOptions
 
     torch.set_num_threads(threads)
     engine = open_model(folder).engine(options=ServeOptions(prefix_cache=False))
     counting = Counting(engine)
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
+    bound = Address("127.0.0.1", 0).bind()
     bound.listen(128)
     server = uvicorn.Server(uvicorn.Config(make_app(make_service(engine, "m", None)), log_level="error", ws="none"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import uvicorn
 
+from meshwright.run.serving import Address
 from meshwright.serve.app import Service, make_app, make_service
 from meshwright.serve.engine import Engine
 from meshwright.serve.loop import EngineFailure
@@ -60,8 +60,7 @@ def start(api_key: str | None = None, template: str | None = TEMPLATE, **change:
     """Serve :func:`tiny_engine`."""
     failures: list[EngineFailure] = []
     service = tiny_service(failures, api_key, template, **change)
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
+    bound = Address("127.0.0.1", 0).bind()
     server = uvicorn.Server(uvicorn.Config(make_app(service), log_level="error", timeout_graceful_shutdown=20))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True)
     thread.start()

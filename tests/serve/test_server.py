@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -284,6 +285,25 @@ def test_params_of_the_api_are_those_of_the_engine(client: openai.OpenAI):
         logit_bias={65: 3.0}, top_k=3, min_p=0.1, repetition_penalty=1.2, ignore_eos=True, stop_token_ids=(3,),
     )  # fmt: skip
     assert answer.choices[0].text == tiny_engine().generate(["abc"], params)[0][0].text
+
+
+def test_an_answer_on_a_connection_that_is_kept_waits_for_no_acknowledgement() -> None:
+    """A client that acknowledges late, as most do, would get each body 40 ms after its headers."""
+    accepted: list[int] = []
+
+    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async def connect() -> None:
+        server = await asyncio.start_server(take, sock=Address("127.0.0.1", 0).bind())
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        await reader.read()
+        writer.close()
+        server.close()
+
+    asyncio.run(connect())
+    assert accepted == [1]
 
 
 def test_an_address_that_is_taken_or_none_is_one_line() -> None:

@@ -55,7 +55,8 @@ class Address:
         except OSError as error:
             raise InputError(f"--host {self.host}: no such address: {error.strerror}") from None
         try:
-            bound = socket.socket(family, socket.SOCK_STREAM)
+            # by the protocol asyncio knows whose answers must not wait for the client to acknowledge their headers
+            bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((self.host, self.port))
         except OSError as error:
