@@ -98,7 +98,7 @@ def test_options_that_a_command_line_gets_wrong(tmp_path):
     for argv, error, words in (
         ([*SMALL, "--fix", "dp=3"], RuleError, "nearest legal"),
         ([*SMALL, "--fix", "zero=4"], InputError, "0, 1, 2 or 3"),
-        ([*SMALL, "--fix", "zero=1", "--zero", "0"], InputError, "already fixed"),
+        ([*SMALL, "--fix", "zero=1", "--zero", "0"], InputError, "`zero` is already 1"),
         ([*SMALL, "--imbalance", "2"], RuleError, "has no experts"),
         (["plan", "mixtral-8x7b", "8xh100", "--imbalance", "4.5"], RuleError, "= 8/2 = 4 of `mixtral-8x7b`"),
         (["plan", "mixtral-8x7b", "8xh100", "--serve", "--imbalance", "2"], InputError, "--imbalance says how"),

@@ -187,8 +187,16 @@ def test_a_bad_fix_is_one_clear_line(text, words):
     assert "\n" not in str(caught.value)
 
 
+def test_what_may_be_left_empty_is_fixed_to_nothing():
+    assert parse_fix(["layers_per_stage=none", "recompute_layers=none"]) == {
+        "layers_per_stage": None,
+        "recompute_layers": None,
+    }
+    assert parse_fix(["expert=tensor:none,degree:2"])["expert"].tensor is None
+
+
 def test_a_field_is_fixed_once():
-    with pytest.raises(InputError, match="already fixed to 2"):
+    with pytest.raises(InputError, match="--fix dp=4: `dp` is already 2"):
         parse_fix(["dp=2", "dp=4"])
 
 

@@ -200,9 +200,12 @@ def test_another_choice_is_laid_beside_it(file: Path, capsys: pytest.CaptureFixt
     plan = ServingPlan.load(other)
     assert (plan.layout.tp, plan.layout.replicas, plan.requests.rate_per_s) == (2, 4, 10)
     for change, word in (("tp=1", "nothing is changed"), ("rate_per_s=9999", "sustains"), ("zero=1", "not a field"),
-                         ("tp=3", "tp-heads"), ("num_blocks=99999", "nearest: num_blocks=29")):  # fmt: skip
+                         ("tp=3", "tp-heads"), ("num_blocks=99999", "nearest: num_blocks=29"),
+                         ("rate_per_second=1", "did you mean `rate_per_s`")):  # fmt: skip
         with pytest.raises(MeshwrightError, match=word):
             main(["what-if", str(file), "--set", change])
+    with pytest.raises(InputError, match="--set rate_per_s=3: `rate_per_s` is already 2"):
+        main(["what-if", str(file), "--set", "rate_per_s=2", "--set", "rate_per_s=3"])
 
 
 def test_vllm_takes_it(file: Path, capsys: pytest.CaptureFixture[str]):

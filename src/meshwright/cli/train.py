@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ import typer
 from meshwright.core.errors import InputError
 from meshwright.core.plan import Plan
 from meshwright.core.units import counted
+from meshwright.planner.named import NamedFields
 from meshwright.run.environment import detect
 from meshwright.run.folder import RunFolder
 from meshwright.run.launch import enter_ranks, speaks_for_all
@@ -53,7 +55,7 @@ def train_command(
         "weight_decay": weight_decay, "clip_norm": clip_norm, "seed": seed, "eval_every": eval_every,
         "eval_samples": eval_samples, "save_every": save_every, "keep": keep, "tokenizer": tokenizer,
         "pretrained": pretrained, "max_text_bytes": max_text_bytes,
-        "loss_scale": None if loss_scale is None else _settings("--loss-scale", loss_scale),
+        "loss_scale": None if loss_scale is None else _loss_scale(loss_scale),
         "separate_documents": separate_documents or None,
     }  # fmt: skip
     changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
@@ -66,12 +68,12 @@ def train_command(
     train(Plan.load(plan), TrainOptions.parse({**old, **changed}, "options"), run, resume=resume)
 
 
-def _settings(option: str, text: str) -> dict[str, str]:
+def _loss_scale(text: str) -> dict[str, str]:
     """`initial=1024,interval=200` as names and values. Raises InputError."""
-    pairs = [part.strip().partition("=") for part in text.split(",")]
-    if not all(name and value for name, _, value in pairs):
-        raise InputError(f"{option} {text}: write NAME=VALUE,NAME=VALUE, for example initial=1024,interval=200")
-    return {name: value for name, _, value in pairs}
+    from meshwright.train.loss_scale import LossScaleOptions
+
+    types = {field.name: field.type for field in fields(LossScaleOptions)}
+    return NamedFields("--loss-scale", types, "the loss scale", "initial=1024,interval=200").read(text.split(","))
 
 
 def train(plan: Plan, options: TrainOptions, run: RunFolder, *, resume: bool) -> None:

@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ValidationError
-
 from meshwright.core.errors import InputError
 from meshwright.core.serving import Layout, Requests, ServingPlan
-from meshwright.core.values import shortened
-from meshwright.planner.fix import known, named_values
+from meshwright.planner.named import NamedFields, checked, types_of
 
-FIELDS = tuple(Layout.model_fields)
+FIXED = NamedFields("--fix", types_of(Layout), "a layout", "tp=2")
+CHANGED = NamedFields("--set", types_of(Layout, Requests), "a layout or of its requests", "tp=2")
 
 
-def parse_layout(texts: Iterable[str], option: str = "--fix") -> dict[str, Any]:
+def parse_layout(texts: Iterable[str]) -> dict[str, Any]:
     """`tp=2`, `step_tokens=1024`, ... to values of a layout. A field may be named once.
 
     Raises InputError naming the text.
     """
-    return {name: _value(name, text, option) for name, text in named_values(texts, FIELDS, option, "tp=2")}
-
-
-def _value(name: str, text: str, option: str) -> Any:
-    where = f"{option} {name}={text}"
-    if name not in FIELDS:
-        raise InputError(f"{where}: not a field of a layout; {known(name, FIELDS)}")
-    value = text.split(",") if name == "layers_per_stage" else text
-    try:
-        return getattr(Layout.model_validate({name: value}), name)
-    except ValidationError as error:
-        raise InputError(f"{where}: {error.errors()[0]['msg']} (got {shortened(repr(value))})") from None
+    return {name: checked(Layout, name, value, f"--fix {name}") for name, value in FIXED.read(texts).items()}
 
 
 def changed(plan: ServingPlan, texts: Iterable[str]) -> ServingPlan:
@@ -39,20 +26,14 @@ def changed(plan: ServingPlan, texts: Iterable[str]) -> ServingPlan:
     and the devices, a list of layers per stage is given up where pp changes.
 
     Raises:
-        InputError: no such field or value, or nothing is changed.
+        InputError: no such field or value, one that was named twice, or nothing is changed.
         RuleError: the result is illegal.
     """
-    of_requests: dict[str, Any] = {}
-    of_layout: list[str] = []
-    for text in texts:
-        name, _, value = (part.strip() for part in text.partition("="))
-        if name in Requests.model_fields and value:
-            of_requests[name] = None if value == "none" else value
-        else:
-            of_layout.append(text)
-    requests = Requests.parse({**plan.requests.model_dump(), **of_requests}, "--set")
-    named = parse_layout(of_layout, "--set")
-    layout = Layout.parse({**plan.layout.model_dump(), **named}, "--set")
+    named = CHANGED.read(texts)
+    of_requests = {name: value for name, value in named.items() if name in Requests.model_fields}
+    of_layout = {name: value for name, value in named.items() if name in Layout.model_fields}
+    requests = Requests.parse({**plan.requests.model_dump(), **of_requests}, CHANGED.option)
+    layout = Layout.parse({**plan.layout.model_dump(), **of_layout}, CHANGED.option)
     follows: dict[str, Any] = {}
     if "replicas" not in named and (layout.tp, layout.pp) != (plan.layout.tp, plan.layout.pp):
         follows["replicas"] = max(1, plan.cluster.num_devices // (layout.tp * layout.pp))

@@ -18,10 +18,12 @@ from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.core.values import Value
 from meshwright.cost.terms import TimeTerm
-from meshwright.planner.fix import FIELDS, known, parse_fix
+from meshwright.planner.fix import CLOSED, check_named
+from meshwright.planner.named import NamedFields, types_of
 from meshwright.planner.price import Forecast, Pricer
 
 JOB_FIELDS = tuple(Job.model_fields)
+CHANGED = NamedFields("--set", types_of(Strategy, Job), "a strategy or a job", "dp=2", CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +41,10 @@ def parse_changes(texts: Iterable[str]) -> dict[str, Any]:
 
     Raises InputError naming the text.
     """
-    of_job: dict[str, Any] = {}
-    of_strategy: list[str] = []
-    for text in texts:
-        name, _, value = (part.strip() for part in text.partition("="))
-        if value and name not in FIELDS + JOB_FIELDS:
-            raise InputError(f"--set `{name}`: not a field of a strategy or a job; {known(name, FIELDS + JOB_FIELDS)}")
-        if name in JOB_FIELDS and value:
-            if name in of_job:
-                raise InputError(f"--set {text}: `{name}` is already set to {of_job[name]}")
-            of_job[name] = value
-        else:
-            of_strategy.append(text)
-    try:
-        return {**of_job, **parse_fix(of_strategy)}
-    except InputError as error:
-        raise InputError(str(error).replace("--fix", "--set").replace("fix `", "--set `")) from None
+    named = CHANGED.read(texts)
+    of_job = {name: value for name, value in named.items() if name in JOB_FIELDS}
+    of_strategy = {name: value for name, value in named.items() if name not in JOB_FIELDS}
+    return {**of_job, **check_named(of_strategy, CHANGED.option)}
 
 
 def changed(plan: Plan, changes: Mapping[str, Any]) -> Plan:
@@ -65,7 +55,7 @@ def changed(plan: Plan, changes: Mapping[str, Any]) -> Plan:
         RuleError: the result is illegal; the rule, and the nearest legal strategy.
     """
     of_job = {name: value for name, value in changes.items() if name in JOB_FIELDS}
-    job = Job.parse({**plan.job.model_dump(), **of_job}, "--set")
+    job = Job.parse({**plan.job.model_dump(), **of_job}, CHANGED.option)
     named = {name: _merged(plan.strategy, name, value) for name, value in changes.items() if name not in JOB_FIELDS}
     strategy = Strategy(**{**plan.strategy.model_dump(), **named})
     strategy = strategy.model_copy(update=_following(strategy, set(named), plan.cluster, job))
