@@ -8,7 +8,7 @@ from meshwright.core.job import Job
 from meshwright.core.profile import Stack
 from meshwright.core.sources import load_cluster, network_reach, stack_of
 from meshwright.core.strategy import Strategy
-from meshwright.cost.compute import Collectives, stage_compute
+from meshwright.cost.compute import Collectives, Passes, stage_compute
 from meshwright.cost.flops import layer_forward_terms, total_flops
 from meshwright.cost.kernels import layer_kernels, rates
 from meshwright.cost.terms import total_s
@@ -17,7 +17,7 @@ from tests.shapes import make_model
 
 A100 = load_cluster("8xa100")
 UNFUSED = Stack(fused_attention=False)
-NOTHING = Collectives(0.0, 0.0, 0.0)
+NOTHING = Collectives(Passes())
 
 
 def speed(matmul_efficiency: float = 0.75):
@@ -170,7 +170,7 @@ def test_gradients_of_weights_may_sum_over_any_number_of_rows():
 def test_gradients_of_micro_batches_are_added_where_the_stack_does_so():
     model, job, cluster = big(), Job(seq_length=1024, global_batch_size=8), load_cluster("8xa100")
     strategy = Strategy(tp=8, num_micro_batches=8, precision="fp16")
-    none = Collectives(0.0, 0.0, 0.0)
+    none = Collectives(Passes())
     seconds = {}
     for num_bytes in (0, 8, 16):
         stack = Stack(gradient_sum_bytes={"fp16": num_bytes, "bf16": 99})

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from meshwright.core.axes import MESH_ORDER, PP, TENSOR_AXES
+from meshwright.core.axes import EP, MESH_ORDER, PP, TENSOR_AXES
 from meshwright.core.job import Job
 from meshwright.core.measures import Traffic
 from meshwright.core.profile import Host, Profile
 from meshwright.core.strategy import Strategy
+from meshwright.cost.compute import EXCHANGE, REDUCTIONS
+from meshwright.cost.latency import stage_costs
 from meshwright.cost.sending import num_waited, seconds_by_phase
 from meshwright.cost.traffic import traffic
-from tests.parallel.layouts import cluster, llama
+from tests.parallel.layouts import cluster, llama, mixture
 
 CALL_S = 1e-3
 
@@ -45,3 +47,14 @@ def test_calls_of_a_grid_start_ahead_of_products() -> None:
     others = sum(row.calls for (_, axis, _), row in sent.rows.items() if axis not in TENSOR_AXES)
     assert others < sum(row.calls for row in sent.rows.values())
     assert with_s - without_s == pytest.approx(others * CALL_S)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_experts_wait_for_is_named_apart_from_reductions_over_tp(tp: int) -> None:
+    strategy = Strategy.model_validate({"dp": 4, "tp": tp, "expert": {"degree": 2, "tensor": tp}})
+    model, job, machines = mixture(), Job(seq_length=8, global_batch_size=4), cluster(strategy.world_size)
+    sent = traffic(model, job, strategy, dict.fromkeys(MESH_ORDER, 0))
+    found = {term.name: term.seconds for term in stage_costs(model, job, strategy, machines, 0, sent, 1).forward}
+    exchanged = Traffic({key: row for key, row in sent.rows.items() if key[1:] == (EP, "forward")})
+    assert found[EXCHANGE] == pytest.approx(sum(seconds_by_phase(model, strategy, machines, exchanged).values()))
+    assert (found[REDUCTIONS] > 0) == (tp > 1)

@@ -21,6 +21,7 @@ from meshwright.cost.kernels import Rates, head_kernels, head_product, layers_ke
 from meshwright.cost.terms import TimeTerm, total_s
 
 REDUCTIONS, MESSAGES = "tensor-parallel reductions", "context-parallel messages"
+EXCHANGE = "experts' exchange"
 """Names of terms."""
 
 
@@ -32,19 +33,25 @@ class Passes:
     recompute: float = 0.0
     backward: float = 0.0
 
+    def times(self, share: float) -> Passes:
+        """A share of each."""
+        return Passes(share * self.forward, share * self.recompute, share * self.backward)
+
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Seconds that a stage spends in tensor-parallel collectives per micro-batch."""
+    """Seconds that a stage spends in collectives per micro-batch."""
 
-    forward: float
-    recompute: float
-    backward: float
+    reductions: Passes
+    """Over tp, and whatever else layers wait for."""
     messages: Passes = Passes()
     """Between the ranks that share a sequence, in attention."""
+    exchange: Passes = Passes()
+    """Of rows, on their way to experts and back."""
 
     def times(self, share: float) -> Collectives:
-        return Collectives(share * self.forward, share * self.recompute, share * self.backward, self.messages)
+        """A share of all but the messages."""
+        return replace(self, reductions=self.reductions.times(share), exchange=self.exchange.times(share))
 
     def exposed(self, strategy: Strategy, attention: tuple[float, float], *, hides: bool) -> Collectives:
         """With what attention does not hide of its messages.
@@ -65,15 +72,18 @@ class Collectives:
 
     @property
     def terms(self) -> tuple[tuple[TimeTerm, ...], tuple[TimeTerm, ...]]:
-        """Forward and backward, without what is run again."""
-        forward = TimeTerm(REDUCTIONS, self.forward), TimeTerm(MESSAGES, self.messages.forward)
-        backward = TimeTerm(REDUCTIONS, self.backward), TimeTerm(MESSAGES, self.messages.backward)
-        return (forward, backward) if self.messages.backward else (forward[:1], backward[:1])
+        """Forward and backward, without what is run again; beside the reductions what there is of the others."""
+        others = {MESSAGES: self.messages, EXCHANGE: self.exchange}
+        shown = {REDUCTIONS: self.reductions, **{name: passes for name, passes in others.items() if passes.backward}}
+        return (
+            tuple(TimeTerm(name, passes.forward) for name, passes in shown.items()),
+            tuple(TimeTerm(name, passes.backward) for name, passes in shown.items()),
+        )
 
     @property
     def again_s(self) -> float:
         """Of what is run again."""
-        return self.recompute + self.messages.recompute
+        return self.reductions.recompute + self.messages.recompute + self.exchange.recompute
 
 
 @dataclass(frozen=True, slots=True)

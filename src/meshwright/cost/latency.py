@@ -1,7 +1,7 @@
 """Seconds that each stage of a training step takes, as lists of named terms; :mod:`meshwright.cost.step` puts them
 together.
 
-    forward, backward       compute, tensor-parallel reductions, gathering of parameters, copies of kept activations
+    forward, backward       compute, collectives within layers, gathering of parameters, copies of kept activations
     reduction               of gradients, which backward may hide
     after                   scalar reductions, gather of updated parameters
     optimizer               update, with what it moves between tiers
@@ -27,7 +27,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Collectives, Compute, Passes, stage_compute
 from meshwright.cost.memory import moved_units
 from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
-from meshwright.cost.sending import of_attention, seconds_by_phase, transfers_s
+from meshwright.cost.sending import of_attention, of_experts, seconds_by_phase, transfers_s
 from meshwright.cost.step import StageCosts
 from meshwright.cost.terms import TimeTerm, total_s
 
@@ -86,9 +86,8 @@ class RankStates:
 def in_layers(strategy: Strategy, phases: Mapping[str, float]) -> Collectives:
     """Of one micro-batch."""
     m, passes = strategy.micro_batches_per_stage, ("forward", "recompute", "backward")
-    forward_s, again_s, backward_s = (phases.get(phase, 0.0) / m for phase in passes)
-    messages = Passes(*(phases.get(of_attention(phase), 0.0) / m for phase in passes))
-    return Collectives(forward_s, again_s, backward_s, messages)
+    kinds = [[phases.get(key(phase), 0.0) / m for phase in passes] for key in (str, of_attention, of_experts)]
+    return Collectives(*(Passes(*seconds) for seconds in kinds))
 
 
 def joined_costs(

@@ -27,7 +27,8 @@ def seconds_by_phase(
     model: ModelSpec, strategy: Strategy, cluster: ClusterSpec, sent: Traffic, stack: Stack = OWN
 ) -> dict[str, float]:
     """Seconds in collectives by phase; transfers between stages are priced by boundary, not here. What attention over
-    cp sends stands under keys of its own (:func:`of_attention`), because a ring's hops run under its blocks.
+    cp sends stands under keys of its own (:func:`of_attention`), as a ring's hops run under its blocks, and so does
+    what goes to experts (:func:`of_experts`).
 
     With ZeRO-3 a stack may send all in one ring each, at a share of its speed. It may also scatter rows over tp before
     they are sent to their experts (:func:`_exchange_s`). A rank on the host's cores pays its own Python for each call,
@@ -45,10 +46,16 @@ def seconds_by_phase(
             seconds = row.calls * _exchange_s(each_bytes, model, strategy, stack, over[EP], over.get(TP))
         else:
             seconds = row.calls * over[axis].seconds(primitive, each_bytes)
-        key = of_attention(phase) if axis == CP and primitive in ATTENTION_PRIMITIVES else phase
+        key = _key(primitive, axis, phase)
         total[key] = total.get(key, 0.0) + seconds / (ring_share or 1.0)
         total[key] += _num_waited(axis, row) * call_s(cluster)
     return total
+
+
+def _key(primitive: str, axis: str, phase: str) -> str:
+    if axis == CP and primitive in ATTENTION_PRIMITIVES:
+        return of_attention(phase)
+    return of_experts(phase) if axis == EP else phase
 
 
 def num_waited(sent: Traffic) -> int:
@@ -113,3 +120,8 @@ def transfers_s(
 def of_attention(phase: str) -> str:
     """Key of a phase's messages between the ranks that share a sequence."""
     return f"{phase} {CP}"
+
+
+def of_experts(phase: str) -> str:
+    """Key of a phase's exchange of rows with experts of other ranks."""
+    return f"{phase} {EP}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
+from meshwright.cost.compute import EXCHANGE, REDUCTIONS
 from meshwright.cost.terms import TimeTerm, total_s
 from meshwright.planner.bounds.cuts import Layers, dot
 from meshwright.planner.bounds.holdings import ALONE
@@ -156,7 +157,7 @@ class _Pass:
 def _pass_s(terms: Iterable[TimeTerm], num_layers: int) -> _Pass:
     """Of all layers' calls of collectives, as many as two layers make are the ends'."""
     seconds = {term.name: term.seconds for term in terms}
-    head_s, sent_s = seconds.pop("head", 0.0), seconds.pop("tensor-parallel reductions", 0.0)
+    head_s, sent_s = seconds.pop("head", 0.0), sum(seconds.pop(name, 0.0) for name in (REDUCTIONS, EXCHANGE))
     layer_s = sum(seconds.values()) / num_layers + sent_s / (num_layers + 2)
     return _Pass(layer_s * LESS, head_s)
 
