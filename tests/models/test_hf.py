@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.core.errors import CheckpointError, InputError, MeshwrightWarning, UnsupportedError
 from meshwright.core.hf_config import to_hf_config
 from meshwright.core.placement import Box, param_box
+from meshwright.core.sources import load_model
 from meshwright.core.strategy import Strategy
 from meshwright.models.build import build
 from meshwright.models.hf import HFCheckpoint, export, load
@@ -85,6 +86,13 @@ def test_their_checkpoint_gives_their_logits(transformers, tmp_path, spec, dtype
     tokens = random_tokens(spec, 2, 40)
     tolerance = tolerance_of(spec, dtype)
     torch.testing.assert_close(ours(tokens), widen(theirs)(tokens).logits, rtol=tolerance, atol=tolerance)
+
+
+@THEIR_CLASSES
+def test_their_configuration_file_gives_the_model(transformers, tmp_path, spec):
+    """As they write it today, whatever they call a field."""
+    reference(transformers, spec, torch.float32).config.save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).model_copy(update={"name": spec.name}) == spec
 
 
 @THEIR_CLASSES

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import re
 import socket
 import threading
 import time
@@ -16,7 +18,7 @@ from pydantic import ValidationError
 from meshwright.core.errors import InputError
 from meshwright.serve import api
 from meshwright.serve.answering import Answering
-from meshwright.serve.api import CompletionBody
+from meshwright.serve.api import ChatBody, CompletionBody, DetokenizeBody
 from meshwright.serve.app import make_app
 from meshwright.serve.engine import Event
 from meshwright.serve.request import SamplingParams
@@ -58,7 +60,7 @@ def test_a_schema_without_an_end_fails_its_own_request(served: Running):
 
 
 def test_methods(served: Running):
-    for path in ("/", "/health"):
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/tiny"):
         answer = httpx.head(f"{served.url}{path}")
         assert (answer.status_code, answer.content) == (200, b"")
     for method, path in (("GET", "/v1/completions"), ("OPTIONS", "/v1/completions"), ("PUT", "/health")):
@@ -93,15 +95,70 @@ def test_lists_beyond_count_are_refused_before_they_are_made(monkeypatch: pytest
         assert api.parse(api.CompletionBody, body).prompt == text, "what stands in a text counts for nothing"
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "x", "metadata": {"a": [' + b"1," * 1_000_001 + b"1]}}", "holds 1,000,002 items; 1,000,000 may"),
+        (b'{"prompt": "x", "metadata": {' + b'"a": 1,' * 20_001 + b'"b": 1}}', "holds 20,004 fields; 20,000 may"),
+        (b'{"prompt": "x", ' + b'"a": 1,' * 20_001 + b'"b": 1}', "holds 20,003 fields; 20,000 may"),
+    ],
+)  # fmt: skip
+def test_bodies_that_would_hold_all_streams_are_refused_before_they_are_made(body: bytes, says: str, monkeypatch):
+    monkeypatch.setattr(api.json, "loads", lambda *_args, **_kwargs: pytest.fail("the body was made"))
+    with pytest.raises(InputError, match=says):
+        api.parse(api.CompletionBody, body)
+
+
 def test_millions_of_wrong_items_are_one_mistake():
-    for field, value in (
-        ("prompt", [1.5] * 1000),
-        ("stop", [1] * 1000),
-        ("logit_bias", dict.fromkeys(map(str, range(2000)), 1.0)),
+    ones = [1] * 1000
+    for kind, body in (
+        (CompletionBody, {"prompt": [1.5] * 1000}),
+        (CompletionBody, {"prompt": "a", "stop": ones}),
+        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(2000)), 1.0)}),
+        (ChatBody, {"messages": ones}),
+        (ChatBody, {"messages": [{"role": "user", "content": ones}]}),
+        (DetokenizeBody, {"tokens": ["a"] * 1000}),
     ):
         with pytest.raises(ValidationError) as caught:
-            CompletionBody.model_validate({"prompt": "a", field: value})
-        assert caught.value.error_count() <= 4
+            kind.model_validate(body)
+        assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/completions", {"prompt": [[1], "a"]}, "`prompt`: write a text or a list of token ids, or a list"),
+        ("/v1/completions", {**GOOD, "stop": 5}, r"`stop`: write a text, or a list of texts \(got 5\)"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "`messages.0.content`: write a text, or a list of parts .*; pictures and sound cannot be read"),
+        ("/v1/embeddings", {}, "POST /v1/embeddings is not served here; there are /, /detokenize, /health"),
+        ("/health", {}, "POST /health: use GET"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_as_one(served: Running, path: str, body: Any, says: str):
+    answer = post(served, path, body)
+    assert re.search(says, answer.json()["error"]["message"]), answer.text
+
+
+def test_what_changes_nothing_is_passed_over(served: Running):
+    assert post(served, "/v1/completions", {**GOOD, "suffix": ""}).status_code == 200
+    more = {"tool_choice": "none", "modalities": ["text"]}
+    assert post(served, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **more}).status_code == 200
+
+
+def test_a_body_that_is_encoded_is_refused_as_such(served: Running):
+    body = gzip.compress(json.dumps(GOOD).encode())
+    answer = post(served, "/v1/completions", body, headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["message"][:23]) == (415, "content-encoding 'gzip'")
+    assert post(served, "/v1/completions", GOOD, headers={"content-encoding": "identity"}).status_code == 200
+
+
+def test_prompts_that_find_no_room_are_not_made_tokens_first(run_server, monkeypatch: pytest.MonkeyPatch):
+    served = run_server(max_waiting=2)
+    monkeypatch.setattr(served.engine, "encode", lambda *_: pytest.fail("a prompt became tokens"))
+    assert post(served, "/v1/completions", {**GOOD, "prompt": ["a"] * 3}).status_code == 429
+    messages = {"messages": MESSAGES, "n": 3}
+    assert post(served, "/v1/chat/completions", messages).status_code == 429
 
 
 def test_long_texts_become_tokens_without_stopping_other_threads():

@@ -56,7 +56,7 @@ def _read_qwen_experts(c: Reader, num_layers: int, num_experts: int, experts_per
     dense = [layer for layer in range(num_layers) if layer in named or (layer + 1) % step]
     renormalise = "before_drop" if c.flag("norm_topk_prob", False) else "none"
     return {
-        "num_experts": c.size("num_experts", num_experts),
+        "num_experts": c.size(("num_experts", "num_local_experts"), num_experts),
         "experts_per_token": c.size("num_experts_per_tok", experts_per_token),
         "expert_ffn_size": c.size("moe_intermediate_size", ffn_size),
         "dense_layers": dense or None,

@@ -11,18 +11,28 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from meshwright.core.errors import InputError
-from meshwright.core.values import first_error
+from meshwright.core.values import first_error, shortened
 from meshwright.serve.request import MAX_BIASES, SamplingParams
 from meshwright.serve.sampler import Logprobs
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=BaseModel)
 CHAT, TEXT = "chat.completion", "text_completion"
-MAX_CONTAINERS = 10_000
-"""Lists and objects in one body."""
+MOST = {"lists and objects": (b"[{", 10_000), "fields": (b":", 20_000), "items": (b",", 1_000_000)}
+"""What is in one body: the signs by which it is counted, and how often it may be there. Nobody means more, and each
+costs far more than its bytes: all streams would wait while they are made, and looked at."""
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -34,6 +44,18 @@ class _AtFirst(FailFast):
 
 Item = TypeVar("Item")
 Many = Annotated[list[Item], _AtFirst()]
+
+
+def _meant(what: str) -> WrapValidator:
+    """One line for what is none of several forms, each of which has an error of its own."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"write {what} (got {shortened(ascii(value))})") from None
+
+    return WrapValidator(check)
 
 
 class _Body(BaseModel):
@@ -70,7 +92,7 @@ class _Common(_Body):
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
     seed: int | None = None
     n: int | None = None
-    stop: str | Many[str] | None = None
+    stop: Annotated[str | Many[str] | None, _meant("a text, or a list of texts")] = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
@@ -110,11 +132,14 @@ class _Common(_Body):
 class CompletionBody(_Common):
     """POST /v1/completions."""
 
-    prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    prompt: Annotated[
+        str | Many[str] | Many[int] | Many[Many[int]],
+        _meant("a text or a list of token ids, or a list of either"),
+    ]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     def params(self) -> SamplingParams:
         """Raises InputError."""
@@ -147,7 +172,10 @@ class Message(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[
+        str | Many[TextPart] | None,
+        _meant('a text, or a list of parts {"type": "text", "text": ...}; pictures and sound cannot be read'),
+    ] = None
     name: str | None = None
     refusal: str | None = None
 
@@ -161,11 +189,13 @@ class Message(_Body):
 class ChatBody(_Common):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
 
     def params(self) -> SamplingParams:
         """Raises InputError."""
@@ -193,7 +223,7 @@ class DetokenizeBody(_Body):
 
 def parse(kind: type[Body], text: bytes) -> Body:
     """A request's body. Raises InputError, in one line, whatever is wrong with it."""
-    _check_nesting(text)
+    _check_size(text)
     try:
         data = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
@@ -208,17 +238,16 @@ def parse(kind: type[Body], text: bytes) -> Body:
         raise InputError(first_error(error, "request")) from None
 
 
-def _check_nesting(text: bytes) -> None:
-    """Raises InputError where there are more lists and objects than anybody means: each costs far more than its two
-    bytes, and all streams would wait while they are made."""
-    if text.count(b"[") + text.count(b"{") <= MAX_CONTAINERS:
+def _check_size(text: bytes) -> None:
+    """Raises InputError where there is more of anything than :data:`MOST` says."""
+    if all(sum(map(text.count, signs)) <= most for signs, most in MOST.values()):
         return
     plain = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     letters = np.frombuffer(plain, np.uint8)
-    is_outside = np.bitwise_xor.accumulate(letters == ord('"')) == 0  # of texts
-    count = int((is_outside & ((letters == ord("[")) | (letters == ord("{")))).sum())
-    if count > MAX_CONTAINERS:
-        raise InputError(f"the body holds {count:,} lists and objects; {MAX_CONTAINERS:,} may be in it")
+    outside = letters[np.bitwise_xor.accumulate(letters == ord('"')) == 0].tobytes()  # of texts
+    for what, (signs, most) in MOST.items():
+        if (count := sum(map(outside.count, signs))) > most:
+            raise InputError(f"the body holds {count:,} {what}; {most:,} may be in it")
 
 
 def _no_constant(name: str) -> float:

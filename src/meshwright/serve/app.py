@@ -14,14 +14,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from collections.abc import Sequence as Ordered
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib import resources
 from time import time
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from meshwright.core.errors import InputError
@@ -37,6 +40,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 30.0
 """How long a client may take to send a body."""
+READ = ["GET", "HEAD"]
 GONE = 499
 """Status of an answer that nobody reads."""
 
@@ -67,6 +71,13 @@ class Service:
             shown = ascii(asked[:80])
             message = f"model {shown} is not served here; use {self.model_name!r}"
             raise Refusal(404, message, "not_found_error", "model_not_found")
+
+    def check_room(self, count: int) -> None:
+        """Refuse so many more sequences where the queue would be too long."""
+        try:
+            self.loop.check_room(count)
+        except InputError as error:
+            raise Refusal(429, str(error), "rate_limit_error", "queue_full") from None
 
     def check_key(self, request: Request) -> None:
         """Refuse who has not the key."""
@@ -145,10 +156,21 @@ async def _failed(_: Request, error: Exception) -> Response:
     return Json(api.error_body(str(error), "server_error", 503), status_code=503)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = api.error_body(str(error.detail), "invalid_request_error", error.status_code)
-    return Json(body, error.status_code, error.headers)
+    asked = ascii(f"{request.method} {request.url.path[:80]}")[1:-1]
+    allowed = Headers(error.headers).get("allow")
+    messages = {
+        HTTPStatus.NOT_FOUND: f"{asked} is not served here; there are {', '.join(_paths(request.app))}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{asked}: use {allowed}",
+    }
+    message = messages.get(HTTPStatus(error.status_code), str(error.detail))
+    return Json(api.error_body(message, "invalid_request_error", error.status_code), error.status_code, error.headers)
+
+
+def _paths(app: FastAPI) -> list[str]:
+    """What is served."""
+    return sorted({route.path_format for route in app.routes if isinstance(route, Route)})
 
 
 async def _nobody_reads(_: Request, __: Exception) -> Response:
@@ -165,23 +187,23 @@ def _add_information(app: FastAPI, service: Service) -> None:
     card = {"id": service.model_name, "object": "model", "created": started_s, "owned_by": "meshwright",
             "max_model_len": engine.max_length}  # fmt: skip
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         failure = service.loop.failure
         if failure is not None:
             return Json(api.error_body(str(failure), "server_error", 503), status_code=503)
         return Json({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models(request: Request) -> Response:
         service.check_key(request)
         return Json({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str, request: Request) -> Response:
         service.check_key(request)
         service.check_model(name)
@@ -202,7 +224,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         return Json({"prompt": await asyncio.to_thread(engine.decode, body.tokens)})
 
-    @app.api_route("/", methods=["GET", "HEAD"])
+    @app.api_route("/", methods=READ)
     async def page() -> Response:
         return HTMLResponse((resources.files("meshwright.serve") / "page.html").read_text(encoding="utf-8"))
 
@@ -216,6 +238,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         body = api.parse(api.CompletionBody, await read_body(request))
         service.check_model(body.model)
         params, given = body.params(), body.prompts()
+        service.check_room(len(given) * params.n)
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         encoded = iter(await asyncio.to_thread(lambda: [engine.encode(text) for text in texts]))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
@@ -228,6 +251,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         body = api.parse(api.ChatBody, await read_body(request))
         service.check_model(body.model)
         params = body.params()
+        service.check_room(params.n)
         if service.template is None:
             raise InputError("this model has no chat template: ask /v1/completions")
         messages = [message.for_template() for message in body.messages]
@@ -237,12 +261,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 async def _answer(request: Request, service: Service, talk: Conversation) -> Response:
-    count = talk.params.n * len(talk.prompts)
     matchers = await asyncio.to_thread(service.grammars.matchers, talk.params.grammar)
-    try:
-        service.loop.check_room(count)
-    except InputError as error:
-        raise Refusal(429, str(error), "rate_limit_error", "queue_full") from None
+    service.check_room(talk.params.n * len(talk.prompts))  # once more: others may have come meanwhile
     answering = Answering(service.loop, talk, matchers)
     if talk.body.stream:
         return _Stream(answering)
@@ -291,12 +311,15 @@ async def read_body(request: Request) -> bytes:
     """A body of bounded size, in bounded time.
 
     Raises:
-        Refusal: it is too large, or comes too slowly.
+        Refusal: it is too large, encoded, or comes too slowly.
         ClientDisconnect: the client left before its end.
     """
     too_large = Refusal(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", code="body_too_large")
     if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise too_large
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise Refusal(415, f"content-encoding {encoding[:40]!a}: bodies are read as they are; send it without one")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
