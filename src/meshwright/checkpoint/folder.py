@@ -113,7 +113,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def newest(folder: Path) -> tuple[int | None, list[CheckpointError]]:
     """The newest step that is whole, or None; and what is wrong with each newer one."""
-    damages = []
+    damages: list[CheckpointError] = []
     for step in reversed(steps(folder)):
         try:
             open_step(folder, step)

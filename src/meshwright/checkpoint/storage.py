@@ -81,7 +81,8 @@ class PieceReader(FileSystemReader):
         except Exception as error:
             self._failure = CheckpointError(f"{Path(self.path) / '.metadata'}: damaged: {error!r}")
             return Metadata({})
-        metadata.storage_meta.checkpoint_id = self.path
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.checkpoint_id = self.path
         return metadata
 
     def _open(self) -> tuple[Path, Manifest]:
@@ -130,7 +131,7 @@ def _decode(data: bytes, where: str) -> torch.Tensor:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if (bad := archive.testzip()) is not None:
                 raise CheckpointError(f"{where}: damaged: the checksum of {bad} differs")
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        tensor: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from meshwright.core.values import MAX_SIZE, Value
 
+OptimizerKind = Literal["adamw", "sgd"]
+
 
 class Job(Value):
     """One training job. Batch sizes count sequences."""
@@ -16,7 +18,7 @@ class Job(Value):
     """Tokens of a sequence."""
     global_batch_size: int = Field(gt=0, le=MAX_SIZE)
     """Sequences of a step, over all ranks."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerKind = "adamw"
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the elements of hidden states that training drops behind the embedding, attention and mlp: the same
     elements in every layout."""

@@ -75,6 +75,12 @@ class Action:
     micro_batch: int | None = None
 
     @property
+    def place(self) -> tuple[int, int]:
+        """(stage, micro-batch), of an action that has one."""
+        assert self.micro_batch is not None
+        return self.stage, self.micro_batch
+
+    @property
     def words(self) -> str:
         """For messages: `forward of micro-batch 3 on stage 1 (F3@1)`."""
         of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"

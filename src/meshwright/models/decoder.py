@@ -40,7 +40,8 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor = self.bias
         if x.dtype in LOW_PRECISION and x.is_cpu:
             weight, bias = weight.float(), bias.float()  # only then does the CPU kernel keep fp32 statistics
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)

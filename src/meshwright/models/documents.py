@@ -28,10 +28,9 @@ def position_ids(num_tokens: int, device: torch.device, places: Places | None) -
         num_tokens: n, tokens of a sequence that are here.
         places: which ones, and of which documents; None: the first n of one document.
     """
-    if places is None or (places.documents is None and places.positions is None):
-        return torch.arange(num_tokens, device=device)
-    if places.documents is None:
-        return places.positions
+    if places is None or places.documents is None:
+        at = None if places is None else places.positions
+        return torch.arange(num_tokens, device=device) if at is None else at
     documents, at = places.documents, torch.arange(places.length, device=device)
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]

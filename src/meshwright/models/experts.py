@@ -232,10 +232,10 @@ class Router(nn.Module):
             return select(logits, self.bias, self.spec)
         whole = select(self.sequences.gather(logits.detach()), self.bias, self.spec)
         assert whole.kept is not None
-        parts = (
+        experts, kept = (
             self.sequences.own(x.unflatten(0, (len(logits), -1))).flatten(0, 1) for x in (whole.experts, whole.kept)
         )
-        return Choice(*parts, whole.most)
+        return Choice(experts, kept, whole.most)
 
     @torch.no_grad()
     def _whole_share(self, choice: Choice, shape: torch.Size) -> torch.Tensor | None:

@@ -89,7 +89,8 @@ class _Rotate(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turn(grad, *ctx.tables, -1), None, None
+        cos, sin = ctx.tables
+        return _turn(grad, cos, sin, -1), None, None
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ Matrices = Sequence[torch.Tensor]
 class Run(NamedTuple):
     """Rows of an expert."""
 
-    index: int
+    place: int
     expert: int
     rows: slice
 
@@ -149,9 +149,11 @@ def _takes(ctx: Any, saved: Sequence[Any], grad: torch.Tensor) -> tuple[list[Tak
     takes, found = list[Take](), list[torch.Tensor | None]()
     products = zip((gates, outs, grad), (rows, rows, inner), strict=True)
     for is_needed, write, weight, of in zip(ctx.needs_input_grad[1:4], ctx.writes, weights, products, strict=True):
-        found.append(torch.empty_like(weight) if is_needed and write is None else None)
+        gradient = torch.empty_like(weight) if is_needed and write is None else None
+        found.append(gradient)
         if is_needed:
-            takes.append((write or partial(_adds, found[-1]))(*of, ctx.counts))
+            write = partial(_adds, gradient) if gradient is not None else write
+            takes.append(write(*of, ctx.counts))
     for index, count in enumerate(ctx.counts):
         for take in takes if not count else ():
             take(index)
@@ -209,5 +211,5 @@ class _GroupedMLP(Function):
                 for run in runs:
                     grad_rows[run.rows].addmm_(gates[run.rows], out_of_gate[run.expert])
             for take, run in product(takes, runs):
-                take(run.index)
+                take(run.place)
         return grad_rows, *found, None, None, None

@@ -243,8 +243,8 @@ def _to_hf(spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iter
             raise CheckpointError(f"`{name}` is {list(tensor.shape)}, but `{spec.name}` has {list(param.shape)}")
         source = sources[name]
         if source.is_by_expert:
-            theirs = (theirs.replace("{prefix}", names.prefixes[0]) for theirs in source.names(param))
-            yield from ((each, one.clone()) for each, one in zip(theirs, tensor.detach().to("cpu"), strict=True))
+            each = (name.replace("{prefix}", names.prefixes[0]) for name in source.names(param))
+            yield from ((theirs, one.clone()) for theirs, one in zip(each, tensor.detach().to("cpu"), strict=True))
             continue
         theirs = source.name.replace("{prefix}", names.prefixes[0])
         parts = blocks.setdefault(theirs, {})

@@ -74,12 +74,12 @@ class _Heads(Function):
         ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
         shape: HeadShape = ctx.shape
-        n = shape.nope
-        q = torch.cat((dq[..., :n], turned_pairs(dq[..., n:], *ctx.tables, -1)), -1)
+        n, (cos, sin) = shape.nope, ctx.tables
+        q = torch.cat((dq[..., :n], turned_pairs(dq[..., n:], cos, sin, -1)), -1)
         if shape.scale != 1.0:
             q.mul_(shape.scale)
         kv = torch.cat((dk[..., :n], dv[..., : shape.v]), -1)
-        k_rope = turned_pairs(dk[..., n:].sum(-2, keepdim=True), *ctx.tables, -1).squeeze(-2)
+        k_rope = turned_pairs(dk[..., n:].sum(-2, keepdim=True), cos, sin, -1).squeeze(-2)
         return q, kv, k_rope, None, None, None
 
 

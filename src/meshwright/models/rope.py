@@ -72,12 +72,13 @@ class Rope(nn.Module):
             length: tokens of a sequence that are here.
             positions: [length], where they stand in it; None: from 0 on. The same tensor has the same tables.
         """
-        known = self.cos is not None and self._positions is positions and len(self.cos) >= length
-        if not known or self.cos.device != device or self.cos.dtype != dtype:
+        cos, sin = self.cos, self.sin
+        known = cos is not None and self._positions is positions and len(cos) >= length
+        if cos is None or sin is None or not known or cos.device != device or cos.dtype != dtype:
             self._positions = positions
             at = torch.arange(length, device=device) if positions is None else positions
-            self.cos, self.sin = self._tables(at, dtype)
-        return self.cos[:length], self.sin[:length]
+            cos, sin = self.cos, self.sin = self._tables(at, dtype)
+        return cos[:length], sin[:length]
 
     @torch.no_grad()
     def _tables(self, at: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

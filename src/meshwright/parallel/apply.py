@@ -29,7 +29,7 @@ from meshwright.core.program import Action
 from meshwright.core.strategy import Strategy
 from meshwright.parallel import direct, dropout, experts, pipeline, recompute, tensor, tiling
 from meshwright.parallel.asynchronous import EndlessPipeline, Update
-from meshwright.parallel.census import ActivationCensus
+from meshwright.parallel.census import ActivationCensus, Keeper
 from meshwright.parallel.context import apply as context
 from meshwright.parallel.context.share import Cutter, Share
 from meshwright.parallel.data import GradientReducer
@@ -37,6 +37,7 @@ from meshwright.parallel.dropout import Masks, Part
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.grids import apply as grids
 from meshwright.parallel.grids.apply import own_sequences
+from meshwright.parallel.layers import layers_of, part_of
 from meshwright.parallel.loss import Slice, cross_entropy_sum
 from meshwright.parallel.offload import activations
 from meshwright.parallel.offload.activations import KeptActivations
@@ -106,7 +107,7 @@ class ParallelModel:
         self.masks = Masks(job.dropout, 0, part, job.attention_dropout, has_noise=spec.has_noise)
         dropout.apply(model, self.masks)
         context.drop(model, self.masks)
-        self.exchanges = experts.spread(model.layers, spec, mesh[EP]) if strategy.ep > 1 else {}
+        self.exchanges = experts.spread(layers_of(model), spec, mesh[EP]) if strategy.ep > 1 else {}
         """Layer → what exchanges the rows of its experts, where ranks share them."""
         self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
         if weights is not None:
@@ -114,7 +115,7 @@ class ParallelModel:
         self.products = direct.apply(self.states)
         self.tiles = tiling.apply(self.states, mesh, strategy)
         again = self.routers.again if self.routers else nullcontext
-        recompute.apply(model.layers, spec, strategy, mesh, again)
+        recompute.apply(layers_of(model), spec, strategy, mesh, again)
         self.activations = self._keep_elsewhere(model)
         """Where layers leave what they keep for backward; None: it stays on the device."""
         stages = pipeline.split(model, spec, strategy, mesh[PP].index)
@@ -153,7 +154,7 @@ class ParallelModel:
         device = self.mesh.device
         tier = UnseenTier.like("cpu") if device.type == "meta" else HostTier(device)
         kept = KeptActivations(tier, device, self._lasting)
-        activations.apply(model.layers, kept)
+        activations.apply(layers_of(model), kept)
         return kept
 
     def forward_backward(
@@ -316,7 +317,7 @@ class ParallelModel:
 
     def census(self) -> ActivationCensus:
         """A context that counts what autograd keeps of this model's activations."""
-        keepers = [self.products, *([self.activations] if self.activations else [])]
+        keepers: list[Keeper] = [self.products, *([self.activations] if self.activations else [])]
         return ActivationCensus(self._lasting(), keepers)
 
     def _lasting(self) -> list[torch.Tensor]:
@@ -444,7 +445,11 @@ def _routers(model: nn.Module, spec: ModelSpec, strategy: Strategy, mesh: Mesh) 
     data_index = strategy.data_index(mesh.coordinates)
     is_twin = is_mirrored and mesh[PP].index >= strategy.pp / 2
     return Routers(
-        {int(layer): module.mlp.router for layer, module in model.layers.items() if spec.is_sparse(int(layer))},
+        {
+            int(number): part_of(layer, "mlp.router")
+            for number, layer in layers_of(model).items()
+            if spec.is_sparse(int(number))
+        },
         spec,
         mesh.device,
         sum_up,

@@ -15,6 +15,7 @@ updates as the table has UPDATE.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -96,7 +97,8 @@ class EndlessPipeline:
         last = max((index for index, action in enumerate(row) if action.kind is Kind.UPDATE), default=-1)
         for index, action in enumerate(row):
             if action.kind is Kind.UPDATE:
-                self._runner.act(self._step, action, lambda _, at, i=index: self._update(at, update, i == last))
+                do = partial(self._update, update=update, is_last=index == last)
+                self._runner.act(self._step, action, do)
                 continue
             if action.kind in (Kind.F, Kind.B):
                 self.versions.use(self._version(action))
@@ -104,17 +106,18 @@ class EndlessPipeline:
             self._num_forwards += action.kind is Kind.F
             if action.kind is Kind.B:
                 self._num_backwards += 1
-                del self._loss_gradients[action.micro_batch]
+                del self._loss_gradients[action.place[1]]
         self._runner.watch(None)
 
-    def _update(self, action: Action, update: Update, is_last: bool) -> None:
+    def _update(self, step: UnderWay, action: Action, *, update: Update, is_last: bool) -> None:
+        _, k = action.place
         self._reducer.arm(action.stage)
         self._reducer.finish(action.stage)
         self.versions.add(self._needed())
-        update(self._rates[action.micro_batch], is_last)
+        update(self._rates[k], is_last)
         self._states.zero_gradients()
         self._reducer.start_step()
-        for done in [k for k in self._rates if k <= action.micro_batch]:
+        for done in [number for number in self._rates if number <= k]:
             del self._rates[done], self._micro_batches[done]
 
     def _needed(self) -> set[int]:

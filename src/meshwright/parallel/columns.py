@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.comm.collectives import all_gather_start, all_reduce_start, reduce_scatter_start
 from meshwright.comm.mesh import Axis
+from meshwright.comm.work import Work
 from meshwright.parallel.products import Products
 from meshwright.parallel.states import GradientSink
 
@@ -35,11 +36,17 @@ Wait = Callable[[], torch.Tensor]
 class Column(Protocol):
     """A column-parallel layer, as it is read here."""
 
-    weight: torch.Tensor
-    """[out/t, in]."""
-    bias: torch.Tensor | None
-    sink: GradientSink | None
-    """Where its weight's gradient goes; None: to autograd."""
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out/t, in]."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out/t]."""
+
+    @property
+    def sink(self) -> GradientSink | None:
+        """Where its weight's gradient goes; None: to autograd."""
 
 
 @dataclass(slots=True)
@@ -89,12 +96,17 @@ class Region:
             return lambda: grad
         if not self.is_cut:
             work = all_reduce_start(grad, self.axis)
-            return lambda: (work.wait(), grad)[1]
+            return lambda: _when_there(work, grad)
         parts = by_rank(grad, self.axis.size) if self.keeps_order else grad.unflatten(0, (self.axis.size, -1))
         parts = parts.contiguous()
         own = parts.new_empty(parts.shape[1:])
         scattered = reduce_scatter_start(own, parts, self.axis)
-        return lambda: (scattered.wait(), own)[1]
+        return lambda: _when_there(scattered, own)
+
+
+def _when_there(work: Work, x: torch.Tensor) -> torch.Tensor:
+    work.wait()
+    return x
 
 
 class _Enter(torch.autograd.Function):
@@ -123,9 +135,9 @@ def by_rank(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, region: Region, layers: Sequence[Column], *weights: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, region: Region, layers: Sequence[Column], *weights: Any
     ) -> tuple[torch.Tensor, ...]:
-        """`weights`: of each layer its weight and its bias."""
+        """`weights`: of each layer its weight and its bias, tensors or None."""
         ctx.region, ctx.sinks = region, [layer.sink for layer in layers]
         ctx.save_for_backward(x, *weights[::2])
         whole = region.whole_start(x)()

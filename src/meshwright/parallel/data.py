@@ -24,6 +24,7 @@ from meshwright.comm.collectives import all_reduce, all_reduce_start
 from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.flat import Pool, Slot
+from meshwright.parallel.offload.store import in_memory, on_tier
 from meshwright.parallel.offload.tier import Handle
 from meshwright.parallel.shards import Started, reduce_start, scatter_start
 from meshwright.parallel.states import FlatBucket, FlatStates, GradientSink
@@ -97,17 +98,15 @@ class GradientReducer:
             sink.on_written = ready
             self._index_of[sink] = index
             return
-        if parameter.dtype == view.dtype:
-            parameter.grad = view  # autograd accumulates in place
+        accumulates = parameter.dtype == view.dtype
+        if accumulates:
+            parameter.grad = view  # by autograd, in place
 
-            def collect(_: torch.Tensor) -> None:
-                ready()
-        else:
-
-            def collect(leaf: torch.Tensor) -> None:
+        def collect(leaf: torch.Tensor) -> None:
+            if not accumulates and leaf.grad is not None:
                 view.add_(leaf.grad)
                 leaf.grad = None
-                ready()
+            ready()
 
         parameter.register_post_accumulate_grad_hook(collect)
 
@@ -127,7 +126,7 @@ class GradientReducer:
         self._missing = {}
         for index, bucket in enumerate(self._states.buckets):
             for slot in bucket.layout.slots:
-                for stage in stages.intersection(slot.placement.stages):
+                for stage in stages & set(slot.placement.stages):
                     missing = self._missing.setdefault(index, dict.fromkeys(stages, 0))
                     missing[stage] += self._num_writes(slot)
         self._waiting = deque(self._missing)
@@ -313,20 +312,20 @@ class _Shards:
     def _target(self, index: int) -> torch.Tensor:
         """Where a reduction leaves this rank's shard."""
         bucket = self._states.buckets[index]
-        return bucket.own_gradients if self._is_first[index] else bucket.gradients[bucket.own]
+        return in_memory(bucket.own_gradients) if self._is_first[index] else bucket.gradients[bucket.own]
 
     def _add(self, index: int) -> None:
         """A reduction has ended: add its shard to the sum of the step."""
         bucket = self._states.buckets[index]
         if not self._is_first[index]:
-            bucket.own_gradients.add_(bucket.gradients[bucket.own])
+            in_memory(bucket.own_gradients).add_(bucket.gradients[bucket.own])
 
     @torch.no_grad()
     def finish(self) -> None:
         self._wait(list(self._running))
         for index, bucket in enumerate(self._states.buckets):
             if self._is_first[index]:
-                bucket.own_gradients.zero_()
+                in_memory(bucket.own_gradients).zero_()
         self._sum((bucket, _replicas(bucket)) for bucket in self._states.buckets)
         self._sum((bucket, bucket.layout.sum_over) for bucket in self._states.buckets)
 
@@ -335,7 +334,7 @@ class _Shards:
         left = [(bucket, axes) for bucket, axes in shards if axes]
         with self._mesh.ledger.phase("gradients"):
             while left:
-                works = [all_reduce_start(bucket.own_gradients, self._mesh[axes[0]]) for bucket, axes in left]
+                works = [all_reduce_start(in_memory(b.own_gradients), self._mesh[axes[0]]) for b, axes in left]
                 for work in works:
                     work.wait()
                 left = [(bucket, axes[1:]) for bucket, axes in left if axes[1:]]
@@ -373,14 +372,14 @@ class _StoredShards(_Shards):
     def _read(self, index: int) -> torch.Tensor:
         """The sum so far, in the one buffer for it."""
         sums = self._store.staging(self._target(index))
-        self._states.buckets[index].own_gradients.read_start(sums).wait()
+        on_tier(self._states.buckets[index].own_gradients).read_start(sums).wait()
         return sums
 
     def _write_start(self, index: int, sums: torch.Tensor) -> Handle:
         self._store.settle()
         bucket = self._states.buckets[index]
         self._store.on_sum(bucket, sums)
-        return bucket.own_gradients.write_start(sums)
+        return on_tier(bucket.own_gradients).write_start(sums)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -405,6 +404,7 @@ class _StoredShards(_Shards):
 def _move(leaf: torch.Tensor, sink: GradientSink) -> None:
     """A gradient that autograd has made, to where its bucket is."""
     grad, leaf.grad = leaf.grad, None
+    assert grad is not None
     sink.add(grad)
 
 

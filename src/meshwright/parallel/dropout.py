@@ -31,6 +31,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.parallel.layers import layers_of, part_of
+
 SITES = {"embedding_dropout": 1, "attention_dropout": 2, "mlp_dropout": 3}
 """Name of a module whose place is taken → number in the hash."""
 PROBABILITIES = 4
@@ -338,8 +340,9 @@ def apply(model: nn.Module, masks: Masks) -> None:
 def apply_dense(model: nn.Module, masks: Masks) -> None:
     """Likewise, and that of attention, on one process."""
     apply(model, masks)
-    for name, layer in model.layers.items() if masks.attention_rate else ():
-        layer.attention.core = DenseCore(layer.attention.core, ScoreDropout(masks, int(name), 0))
+    for name, layer in layers_of(model).items() if masks.attention_rate else ():
+        attention = part_of(layer, "attention")
+        attention.core = DenseCore(attention.core, ScoreDropout(masks, int(name), 0))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ from meshwright.comm.differentiable import (
 from meshwright.comm.mesh import Axis
 from meshwright.core.layouts import SequenceKind
 from meshwright.core.model import ModelSpec
+from meshwright.parallel.layers import part_of
 
 Write = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], Callable[[int], None]]
 
@@ -71,10 +72,20 @@ class ExpertLinear(nn.Module):
         self.write: Write | None = None
 
 
+class Experts(Protocol):
+    """A layer's experts, as they are used here."""
+
+    def run(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Rows [n, h] run by run, of the experts in turn."""
+
+    def meanwhile(self) -> None:
+        """What can be done while rows travel."""
+
+
 class Exchange:
     """What computes the rows of a layer's experts where these stand on the ranks of ep: (rows, loads [E]) → rows."""
 
-    def __init__(self, experts: nn.Module, axis: Axis) -> None:
+    def __init__(self, experts: Experts, axis: Axis) -> None:
         self._experts, self._axis = experts, axis
         self.last: tuple[list[int], list[int]] = ([], [])
         """Rows that this rank has sent to each rank last, and that have come from each."""
@@ -109,7 +120,8 @@ def spread(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> dict[int, Exch
     exchanges = {}
     for name, layer in layers.items():
         if spec.is_sparse(int(name)):
-            exchanges[int(name)] = layer.mlp.experts.compute = Exchange(layer.mlp.experts, axis)
+            experts = part_of(layer, "mlp.experts")
+            exchanges[int(name)] = experts.compute = Exchange(experts, axis)
     return exchanges
 
 
@@ -117,7 +129,7 @@ class OwnExperts:
     """What computes the rows of a layer's experts where every rank of ep has the tokens of all: those of its own
     experts, and zeros for the others, so that the sum over ep is whole: (rows, loads [E]) → rows. Without gradients."""
 
-    def __init__(self, experts: nn.Module, axis: Axis) -> None:
+    def __init__(self, experts: Experts, axis: Axis) -> None:
         self._run, self._axis = experts.run, axis
 
     def __call__(self, rows: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
@@ -148,7 +160,7 @@ class Shared:
         self._axis = axis
         self.counts: Sequence[int] = [0] * axis.size
 
-    def attach(self, experts: nn.Module) -> None:
+    def attach(self, experts: Any) -> None:
         """Put it around a layer's experts."""
         experts.compute = OwnExperts(experts, self._axis)
         experts.register_forward_pre_hook(lambda _, inputs: self._gathered(*inputs))
@@ -181,7 +193,7 @@ def share(layers: nn.ModuleDict, spec: ModelSpec, axis: Axis) -> Shared:
     shared = Shared(axis)
     for name, layer in layers.items():
         if spec.is_sparse(int(name)):
-            shared.attach(layer.mlp.experts)
+            shared.attach(part_of(layer, "mlp.experts"))
     return shared
 
 
@@ -212,25 +224,29 @@ def cut(experts: nn.Module, axis: Axis, sequence: SequenceKind = "none", width: 
         return
     over = width or Width(axis)
     if sequence == "none" and axis.size > 1:
-        experts.register_forward_pre_hook(lambda _, inputs: _apart(*inputs, axis))
+        experts.register_forward_pre_hook(lambda _, inputs: _apart(inputs, axis))
     if over.axis.size > 1:
-        experts.register_forward_pre_hook(lambda _, inputs: _together(*inputs, over))
+        experts.register_forward_pre_hook(lambda _, inputs: _together(inputs, over))
         experts.register_forward_hook(lambda _, inputs, out: reduce_scatter_first(out, over.axis))
     if sequence == "none" and axis.size > 1:
         experts.register_forward_hook(lambda _, inputs, out: gather_first(out, axis))
 
 
-def _apart(x: torch.Tensor, weights: torch.Tensor, choice: Any, axis: Axis) -> tuple[torch.Tensor, torch.Tensor, Any]:
+Inputs = tuple[torch.Tensor, torch.Tensor, Any]
+"""Of a layer's experts: tokens x [T, h], weights, and the choice of experts."""
+
+
+def _apart(inputs: Inputs, axis: Axis) -> Inputs:
     """This rank's block of what all tp ranks have."""
+    x, weights, choice = inputs
     kept = None if choice.kept is None else choice.kept.chunk(axis.size)[axis.index]
     own = replace(choice, experts=choice.experts.chunk(axis.size)[axis.index], kept=kept)
     return scatter_first(x, axis), scatter_first(weights, axis), own
 
 
-def _together(
-    x: torch.Tensor, weights: torch.Tensor, choice: Any, width: Width
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _together(inputs: Inputs, width: Width) -> Inputs:
     """Tokens, their weights and experts, of all ranks of an axis one after the other."""
+    x, weights, choice = inputs
     axis, most = width.axis, choice.most and choice.most * width.num_sequences
     own = choice.experts if choice.kept is None else torch.where(choice.kept, choice.experts, ~choice.experts)
     own = own.to(torch.int32)  # what is not kept is negative

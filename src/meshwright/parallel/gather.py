@@ -26,6 +26,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.core.errors import RankError
 from meshwright.core.flat import block_of
 from meshwright.core.strategy import Strategy
+from meshwright.parallel.layers import layers_of
 from meshwright.parallel.offload.tier import Handle
 from meshwright.parallel.shards import Started, gather_start
 from meshwright.parallel.states import FlatBucket, FlatStates
@@ -190,7 +191,7 @@ def _modules(model: nn.Module, states: FlatStates) -> dict[nn.Module, str]:
 
     Of a layer the whole layer; of the model's ends each module that has parameters.
     """
-    layers = {f"layers.{name}": layer for name, layer in model.layers.items()}
+    layers = {f"layers.{name}": layer for name, layer in layers_of(model).items()}
     block_of_leaf = {
         module: block_of(placement)
         for placement in states.placements

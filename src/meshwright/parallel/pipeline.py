@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.comm.collectives import Work
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.p2p import recv_start, send_start
+from meshwright.comm.work import Work
 from meshwright.core.axes import PP
 from meshwright.core.model import ModelSpec
 from meshwright.core.program import Action, Kind
@@ -35,8 +35,12 @@ from meshwright.core.strategy import Strategy
 from meshwright.parallel.context.share import Share
 from meshwright.parallel.data import GradientReducer
 from meshwright.parallel.gather import Gatherer
+from meshwright.parallel.layers import layers_of
 from meshwright.parallel.offload.activations import KeptActivations
 from meshwright.parallel.products import Product, Products
+
+FIRST, LAST = ("embedding", "positions"), ("final_norm", "head")
+"""What only the first stage, and only the last one, has of a model beside its layers."""
 
 MAX_SENDS = 4
 """Sends under way per rank before the oldest is waited for."""
@@ -58,23 +62,22 @@ def split(model: nn.Module, spec: ModelSpec, strategy: Strategy, rank: int) -> d
     for stage in stages:
         part = parts[stage] = copy(model)
         part._modules = dict(model._modules)
-        part.layers = nn.ModuleDict(model.layers)
+        part.layers = nn.ModuleDict(dict(layers_of(model).items()))
         _keep(part, set(strategy.stage_layers(spec.num_layers)[stage]))
         _keep_ends(part, *strategy.stage_ends(stage))
     return parts
 
 
 def _keep(model: nn.Module, layers: set[int]) -> None:
-    for name in list(model.layers):
+    held = layers_of(model)
+    for name in list(held):
         if int(name) not in layers:
-            del model.layers[name]
+            del held[name]
 
 
 def _keep_ends(model: nn.Module, first: bool, last: bool) -> None:
-    if not first:
-        model.embedding = model.positions = None
-    if not last:
-        model.final_norm = model.head = None
+    for name in (*(() if first else FIRST), *(() if last else LAST)):
+        setattr(model, name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,11 @@ class _InFlight:
     """Gradient of the output, received; of the loss, what backward starts with."""
     arrival: Work | None = None
     """Of the input or the gradient, that is on its way from another rank."""
+
+    @property
+    def input_gradient(self) -> torch.Tensor | None:
+        """What is to be passed back, once backward has run."""
+        return None if self.into is None else self.into.grad
 
 
 @dataclass(slots=True)
@@ -230,7 +238,7 @@ class StageRunner:
     @staticmethod
     def _await(step: UnderWay, action: Action) -> None:
         """What an action uses of what is on its way; what others will use may still come."""
-        flight = step.in_flight.get((action.stage, action.micro_batch))
+        flight = None if action.micro_batch is None else step.in_flight.get(action.place)
         if flight is not None and flight.arrival is not None:
             flight.arrival.wait()
             flight.arrival = None
@@ -248,15 +256,15 @@ class StageRunner:
         step.losses.clear()
         return total
 
-    def _boundary(self, step: UnderWay, micro_batch: int) -> torch.Tensor:
-        tokens = step.micro_batches[micro_batch].tokens
+    def _boundary(self, step: UnderWay, action: Action) -> torch.Tensor:
+        tokens = step.micro_batches[action.place[1]].tokens
         return torch.empty(self._hidden_shape(tokens.shape), dtype=self._dtype, device=tokens.device)
 
     def _forward(self, step: UnderWay, action: Action) -> None:
-        stage, k = self._stages[action.stage], action.micro_batch
+        stage, (_, k) = self._stages[action.stage], action.place
         self.on_micro_batch(k)
         share = step.micro_batches[k]
-        flight = step.in_flight.setdefault((action.stage, k), _InFlight())
+        flight = step.in_flight.setdefault(action.place, _InFlight())
         with self._mesh.ledger.phase("forward"), self._gatherer.forward(action.stage), self._keeping(action, share):
             out = stage.module(share.tokens if flight.into is None else flight.into.take(), *share.further)
             if stage.after is None:
@@ -270,21 +278,21 @@ class StageRunner:
         else:
             flight.out = out
         if not torch.is_grad_enabled() and flight.out is None:
-            del step.in_flight[action.stage, k]  # evaluation: nothing comes back
+            del step.in_flight[action.place]  # evaluation: nothing comes back
 
     def _keeping(self, action: Action, share: Share) -> AbstractContextManager[None]:
         """Around a forward: what its layers keep leaves the device, if that is asked for."""
         if self._activations is None or not torch.is_grad_enabled():
             return nullcontext()
-        return self._activations.forward(action.stage, action.micro_batch, share.tensors)
+        return self._activations.forward(*action.place, share.tensors)
 
     def _backward(self, step: UnderWay, action: Action) -> None:
-        flight = step.in_flight[action.stage, action.micro_batch]
+        flight, (stage, k) = step.in_flight[action.place], action.place
         self.before_backward()
-        self._reducer.start_backward(action.stage)
-        self.on_micro_batch(action.micro_batch)
+        self._reducer.start_backward(stage)
+        self.on_micro_batch(k)
         if self._activations is not None:
-            self._activations.ask(action.stage, action.micro_batch)
+            self._activations.ask(stage, k)
         with self._mesh.ledger.phase("backward"), self._gatherer.backward(action.stage):
             if flight.edge is not None:
                 torch.autograd.backward(flight.edge, flight.gradient)
@@ -294,19 +302,19 @@ class StageRunner:
 
     def _hand_back(self, step: UnderWay, action: Action) -> None:
         """The gradient of a stage's input, to where it goes; one for another rank waits for its SEND."""
-        stage, at = self._stages[action.stage], (action.stage, action.micro_batch)
-        if stage.before == self._pp.index:
-            step.in_flight[action.stage - 1, action.micro_batch].gradient = step.in_flight[at].into.grad
-        if stage.before in (None, self._pp.index):
-            del step.in_flight[at]
+        before, (stage, k) = self._stages[action.stage].before, action.place
+        if before == self._pp.index:
+            step.in_flight[stage - 1, k].gradient = step.in_flight[stage, k].input_gradient
+        if before in (None, self._pp.index):
+            del step.in_flight[stage, k]
 
     def _input_gradient(self, step: UnderWay, action: Action) -> None:
         with self._products.postponed() as left:
             self._backward(step, action)
-        step.products[action.stage, action.micro_batch] = left
+        step.products[action.place] = left
 
     def _weight_gradients(self, step: UnderWay, action: Action) -> None:
-        left = step.products.pop((action.stage, action.micro_batch))
+        left = step.products.pop(action.place)
         self._reducer.start_backward(action.stage, [sink for product in left for sink in product.sinks])
         with self._mesh.ledger.phase("backward"):
             while left:
@@ -314,23 +322,28 @@ class StageRunner:
         self._reducer.end_backward()
 
     def _send_forward(self, step: UnderWay, action: Action) -> None:
-        at = action.stage, action.micro_batch
-        flight, to = step.in_flight[at], self._stages[action.stage].after
+        flight, to = step.in_flight[action.place], self._stages[action.stage].after
+        assert flight.out is not None
+        assert to is not None
         with self._mesh.ledger.phase("forward"):
             self._post(step, send_start(flight.out.detach(), self._pp, to, _tag(step, action)))
         flight.out = None
         if not torch.is_grad_enabled():
-            del step.in_flight[at]  # evaluation: nothing comes back
+            del step.in_flight[action.place]  # evaluation: nothing comes back
 
     def _receive_forward(self, step: UnderWay, action: Action) -> None:
-        into, source = self._boundary(step, action.micro_batch), self._stages[action.stage].before
+        into, source = self._boundary(step, action), self._stages[action.stage].before
+        assert source is not None
         arrival = recv_start(into, self._pp, source, _tag(step, action))
-        step.in_flight[action.stage, action.micro_batch] = _InFlight(into=_Input(into), arrival=arrival)
+        step.in_flight[action.place] = _InFlight(into=_Input(into), arrival=arrival)
 
     def _send_backward(self, step: UnderWay, action: Action) -> None:
-        flight, to = step.in_flight.pop((action.stage, action.micro_batch)), self._stages[action.stage].before
+        flight, to = step.in_flight.pop(action.place), self._stages[action.stage].before
+        gradient = flight.input_gradient
+        assert gradient is not None
+        assert to is not None
         with self._mesh.ledger.phase("backward"):
-            self._post(step, send_start(flight.into.grad, self._pp, to, _tag(step, action)))
+            self._post(step, send_start(gradient, self._pp, to, _tag(step, action)))
 
     def _post(self, step: UnderWay, send: Work) -> None:
         """Keep a send alive, and few of them, so that sent outputs do not pile up."""
@@ -339,8 +352,9 @@ class StageRunner:
             step.sends.popleft().wait()
 
     def _receive_backward(self, step: UnderWay, action: Action) -> None:
-        gradient, source = self._boundary(step, action.micro_batch), self._stages[action.stage].after
-        flight = step.in_flight[action.stage, action.micro_batch]
+        gradient, source = self._boundary(step, action), self._stages[action.stage].after
+        assert source is not None
+        flight = step.in_flight[action.place]
         flight.arrival = recv_start(gradient, self._pp, source, _tag(step, action))
         flight.gradient = gradient
 
@@ -357,6 +371,6 @@ _PRODUCER = {Kind.SEND_F: 0, Kind.RECV_F: -1, Kind.SEND_B: 0, Kind.RECV_B: 1}
 
 def _tag(step: UnderWay, action: Action) -> int:
     """Distinguishes the messages of a step, of which two ranks may exchange those of several boundaries."""
-    producer = action.stage + _PRODUCER[action.kind]
-    place = producer * step.num_tags + action.micro_batch % step.num_tags
+    stage, k = action.place
+    place = (stage + _PRODUCER[action.kind]) * step.num_tags + k % step.num_tags
     return 2 * place + (action.kind in (Kind.SEND_B, Kind.RECV_B))

@@ -29,6 +29,7 @@ from meshwright.core.batch import Places
 from meshwright.core.model import ModelSpec
 from meshwright.core.strategy import Strategy
 from meshwright.parallel.grids.apply import GridLinear
+from meshwright.parallel.layers import part_of
 from meshwright.parallel.tensor import RowParallelLinear
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -154,7 +155,7 @@ def apply(layers: nn.ModuleDict, spec: ModelSpec, strategy: Strategy, mesh: Mesh
         for group in strategy.recompute_groups(parts[stage]):
             names = [str(layer) for layer in group]
             if strategy.recompute == "selective":
-                layers[names[0]].attention.attend = SelectiveAttend(mesh.ledger)
+                part_of(layers[names[0]], "attention").attend = SelectiveAttend(mesh.ledger)
                 continue
             together = [layers[name] for name in names]
             layers[names[0]] = Recomputed(together, mesh.ledger, again)

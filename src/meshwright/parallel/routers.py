@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from meshwright.comm.collectives import all_gather, all_reduce
 from meshwright.comm.mesh import Axis
@@ -112,6 +112,16 @@ class CutSequences:
         return self._tables[length, device]
 
 
+class Router(Protocol):
+    """What is set of a layer's router; `models.experts.Router` says what it means."""
+
+    bias: torch.Tensor | None
+    statistics: torch.Tensor | None
+    scales: Any
+    counts: bool
+    sequences: Any
+
+
 class Routers:
     """The routers of some layers.
 
@@ -127,7 +137,7 @@ class Routers:
 
     def __init__(
         self,
-        routers: Mapping[int, nn.Module],
+        routers: Mapping[int, Router],
         spec: ModelSpec,
         device: torch.device,
         sum_up: Callable[[torch.Tensor], object] = lambda x: None,
@@ -182,7 +192,7 @@ class Routers:
             yield
         finally:
             for router in self._routers.values():
-                router.statistics = router.scales = None
+                router.statistics, router.scales = None, None
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -372,7 +372,7 @@ def _kept(part: torch.Tensor, pool: Pool | None, state: StoredState | None, kind
 
 def alias(x: torch.Tensor) -> torch.Tensor:
     """The same memory under a version counter of its own: gathering a block is no change to what autograd saved."""
-    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape)
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), tuple(x.shape), x.stride())
 
 
 def _owners(model: nn.Module, spec: ModelSpec) -> dict[str, list[tuple[nn.Module, str]]]:

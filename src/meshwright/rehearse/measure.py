@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +148,7 @@ def _products(stopwatch: _Stopwatch) -> list[tuple[str, int, int, int, float]]:
         for at, (m, n, k) in enumerate(shapes):
             a = torch.ones(m, k, dtype=DTYPES[name], device=stopwatch.device)
             b = torch.ones(n, k, dtype=DTYPES[name], device=stopwatch.device)
-            seconds = stopwatch.seconds(lambda a=a, b=b: F.linear(a, b))
+            seconds = stopwatch.seconds(partial(F.linear, a, b))
             found.append((name, m, n, k, seconds))
             usual_s = seconds if name == "fp32" and at == 0 else usual_s
             if at == 0 and seconds > SLOW_SHARE * usual_s:
@@ -164,7 +165,7 @@ def _attention(stopwatch: _Stopwatch) -> list[tuple[int, float]]:
     dtype, found = torch.bfloat16 if stopwatch.is_gpu else torch.float32, []
     for length in LENGTHS:
         q = torch.ones(1, HEADS, length, HEAD_DIM, dtype=dtype, device=stopwatch.device)
-        seconds = stopwatch.seconds(lambda q=q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+        seconds = stopwatch.seconds(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
         found.append((length, seconds))
     return found
 
@@ -175,9 +176,9 @@ def _collectives(stopwatch: _Stopwatch, axis: Axis, link: str) -> list[Call]:
         whole = torch.ones(num_bytes // 4 // axis.size * axis.size, device=stopwatch.device)
         block = torch.ones(whole.numel() // axis.size, device=stopwatch.device)
         runs: Mapping[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: all_reduce(whole, axis),
-            "reduce_scatter": lambda whole=whole, block=block: reduce_scatter(block, whole, axis),
-            "all_gather": lambda whole=whole, block=block: all_gather(whole, block, axis),
+            "all_reduce": partial(all_reduce, whole, axis),
+            "reduce_scatter": partial(reduce_scatter, block, whole, axis),
+            "all_gather": partial(all_gather, whole, block, axis),
         }
         for primitive, run in runs.items():
             found.append(Call(primitive, link, axis.size, whole.nbytes, stopwatch.seconds(run)))
@@ -190,7 +191,7 @@ def _messages(stopwatch: _Stopwatch, line: Axis, per_node: int) -> list[Call]:
     for link, other in (("intra", 1 if per_node > 1 else 0), ("inter", per_node if line.size > per_node else 0)):
         for num_bytes in CALL_BYTES if other else ():
             x = torch.ones(num_bytes // 4, device=stopwatch.device)
-            seconds = stopwatch.seconds(lambda x=x, other=other: _there_and_back(x, line, other))
+            seconds = stopwatch.seconds(partial(_there_and_back, x, line, other))
             found.append(Call("send", link, 2, x.nbytes, seconds * line.size / 2 / 2))
     return found
 

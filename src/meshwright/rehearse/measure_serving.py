@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -70,7 +71,12 @@ def _few_rows(seconds: Timer) -> Iterator[tuple[str, int, float]]:
         for rows in ROWS:
             x = torch.ones(1, rows, INPUTS, dtype=dtype)
             flops = 2 * rows * OUTPUTS * INPUTS * NUM_WEIGHTS
-            yield name, rows, flops / seconds(lambda x=x, each=products: [product(x) for product in each])
+            yield name, rows, flops / seconds(partial(_all, products, x))
+
+
+def _all(products: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> None:
+    for product in products:
+        product(x)
 
 
 def _step_s(mesh: Mesh, num_layers: int, num_sequences: int) -> float:

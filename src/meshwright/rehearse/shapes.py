@@ -30,13 +30,14 @@ Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """What runs inside on the meta device costs nothing, and looks at no value."""
-    attention = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _flash_attention
+    kernels: Any = functional
+    attention = kernels.scaled_dot_product_attention
+    kernels.scaled_dot_product_attention = _flash_attention
     try:
         with _ShapesMode():
             yield
     finally:
-        functional.scaled_dot_product_attention = attention
+        kernels.scaled_dot_product_attention = attention
 
 
 def _flash_attention(

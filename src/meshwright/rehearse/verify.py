@@ -144,8 +144,8 @@ def _traffic(sent: Traffic, record: RankRecord, follows_loads: Follows, odd_row_
             continue
         if rows[0] != rows[1]:
             unit = "bytes" if rows[0].wire_bytes != rows[1].wire_bytes else "calls"
-            pair = [row.wire_bytes if unit == "bytes" else row.calls for row in rows]
-            yield Difference(record.rank, "traffic", " ".join(key), *pair, unit)
+            expected, found = (row.wire_bytes if unit == "bytes" else row.calls for row in rows)
+            yield Difference(record.rank, "traffic", " ".join(key), expected, found, unit)
 
 
 def _memory(

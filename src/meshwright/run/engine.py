@@ -258,7 +258,8 @@ class Engine:
         self.mesh.ledger.take()
         self.mesh.ledger.take_waits()
         self.optimizer.forget_traffic()
-        return float(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums).clamp(min=1))
+        loss, tokens = (torch.stack(each).sum() for each in zip(*sums, strict=True))
+        return float(loss / tokens.clamp(min=1))
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         wrong = self._check(micro_batches)
@@ -372,7 +373,7 @@ def _check_model(model: nn.Module, spec: ModelSpec) -> None:
                 f"the model does not fit its spec: parameter `{param.name}` {found}, `{spec.name}` has "
                 f"{list(param.shape)}; build it from the plan's model"
             )
-    model.is_split = True
+    object.__setattr__(model, "is_split", True)
 
 
 def check_options(plan: Plan, options: OptimizerOptions) -> None:

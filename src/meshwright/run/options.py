@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
+from meshwright.core.job import OptimizerKind
 from meshwright.core.values import Value
 from meshwright.train.loss_scale import LossScaleOptions
 from meshwright.train.lr import learning_rate
@@ -62,7 +61,7 @@ class TrainOptions(Value):
         warmup_steps = min(10, self.steps // 5) if self.warmup_steps is None else self.warmup_steps
         return learning_rate(step, peak=self.learning_rate, warmup_steps=warmup_steps, total_steps=self.steps)
 
-    def optimizer(self, kind: Literal["adamw", "sgd"], *, clips: bool = True) -> OptimizerOptions:
+    def optimizer(self, kind: OptimizerKind, *, clips: bool = True) -> OptimizerOptions:
         """Settings of the update. Without `clips` there is only a largest norm that was asked for."""
         clip_norm = OptimizerOptions().clip_norm if clips and self.clip_norm is None else self.clip_norm
         return OptimizerOptions(

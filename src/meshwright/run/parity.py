@@ -19,7 +19,7 @@ from meshwright.comm.collectives import broadcast
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP, WORLD
 from meshwright.core.batch import IGNORE, MicroBatch
-from meshwright.core.job import Job
+from meshwright.core.job import Job, OptimizerKind
 from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Placement
 from meshwright.core.plan import Plan
@@ -29,13 +29,14 @@ from meshwright.models.build import build
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import dropout
 from meshwright.parallel.dropout import Masks
+from meshwright.parallel.layers import layers_of, part_of
 from meshwright.parallel.routers import Routers
 from meshwright.parallel.states import DTYPES
 from meshwright.rehearse.verify import rank_differences
 from meshwright.run.engine import Engine
 from meshwright.train.optimizer import OptimizerOptions
 
-NUM_STEPS = {"sgd": 2, "adamw": 3}
+NUM_STEPS: Mapping[OptimizerKind, int] = {"sgd": 2, "adamw": 3}
 """SGD keeps nothing but the weights from a step to the next; AdamW's moments have been used twice after three."""
 LEARNING_RATE = {"sgd": 0.1, "adamw": 1e-2}
 CLIP_NORM = {"sgd": None, "adamw": 0.5}
@@ -168,7 +169,11 @@ def _plain_loss(logits: torch.Tensor, labels: torch.Tensor, job: Job) -> torch.T
 
 
 def _plain_routers(model: Decoder, spec: ModelSpec) -> Routers:
-    layers = {int(name): layer.mlp.router for name, layer in model.layers.items() if spec.is_sparse(int(name))}
+    layers = {
+        int(number): part_of(layer, "mlp.router")
+        for number, layer in layers_of(model).items()
+        if spec.is_sparse(int(number))
+    }
     return Routers(layers, spec, torch.device("cpu"))
 
 
@@ -205,7 +210,8 @@ def _run_reference(reference: Reference, batches: StepBatches, names: Iterable[s
     """One step as a row of numbers: loss, norm, gradients, weights."""
     loss = reference.gradients(batches)
     parameters = reference.parameters()
-    gradients = torch.cat([parameters[name].grad.flatten() for name in names])  # a copy: clipping is in place
+    grads = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    gradients = torch.cat([grads[name].flatten() for name in names])  # a copy: clipping is in place
     norm = reference.update()
     weights = torch.cat([parameters[name].detach().flatten() for name in names])
     return torch.cat([weights.new_tensor([loss, norm, reference.router_loss()]), gradients, weights])
@@ -213,15 +219,18 @@ def _run_reference(reference: Reference, batches: StepBatches, names: Iterable[s
 
 def _read_row(row: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> ReferenceStep:
     sizes = [prod(shape) for shape in shapes.values()]
-    numbers, *halves = row.split([NUM_SCALARS, sum(sizes), sum(sizes)])
+    numbers, *halves = row[:NUM_SCALARS].tolist(), *row[NUM_SCALARS:].chunk(2)
     gradients, weights = (
-        {name: piece.view(shapes[name]) for name, piece in zip(shapes, half.split(sizes), strict=True)}
+        {name: piece.view(shapes[name]) for name, piece in zip(shapes, torch.split(half, sizes), strict=True)}
         for half in halves
     )
-    return ReferenceStep(*numbers.tolist(), gradients, weights)
+    loss, norm, router_loss = numbers
+    return ReferenceStep(loss, norm, router_loss, gradients, weights)
 
 
-def find_mismatch(plan: Plan, mesh: Mesh, seed: int = 0, num_steps: Mapping[str, int] = NUM_STEPS) -> Mismatch | None:
+def find_mismatch(
+    plan: Plan, mesh: Mesh, seed: int = 0, num_steps: Mapping[OptimizerKind, int] = NUM_STEPS
+) -> Mismatch | None:
     """Run the plan's layout and the reference side by side. Collective; returns this rank's first mismatch.
 
     Args:
@@ -251,7 +260,7 @@ def _compare_run(engine: Engine, expected: Iterable[ReferenceStep], seed: int) -
         with engine.parallel.census() as census:
             loss = engine.forward_backward(batches[engine.mesh.coordinates[DP]])
         gradients = _compare_boxes(engine, engine.parallel.states.gradients(), reference.gradients, allowed)
-        yield from (Mismatch("gradient", f"{name} ({at})", *error) for name, *error in gradients)
+        yield from (Mismatch("gradient", f"{name} ({at})", error, ratio) for name, error, ratio in gradients)
         stats = engine.update(loss, LEARNING_RATE[kind])
         pairs = [("loss", stats.loss, reference.loss), ("norm", stats.grad_norm, reference.norm)]
         pairs += [("router-loss", stats.router_loss, reference.router_loss)] if stats.router_loss is not None else []
@@ -260,7 +269,7 @@ def _compare_run(engine: Engine, expected: Iterable[ReferenceStep], seed: int) -
             if not error <= tight:
                 yield Mismatch(what, at, error, float(ours) / theirs if theirs else None)
         weights = _compare_boxes(engine, engine.parallel.states.weights(), reference.weights, tight)
-        yield from (Mismatch("weight", f"{name} ({at})", *error) for name, *error in weights)
+        yield from (Mismatch("weight", f"{name} ({at})", error, ratio) for name, error, ratio in weights)
         yield from _compare_with_forecast(engine, census.peak_bytes, at)
 
 

@@ -130,7 +130,8 @@ def _open_run(run: RunFolder) -> Served:
 def _open_hf(path: Path) -> Served:
     config = parse_json(read_text(path / "config.json"), str(path / "config.json"))
     spec = load_model(str(path))
-    tokenizer, tokenizer_config = None, {}
+    tokenizer: Tokenizer | None = None
+    tokenizer_config: dict[str, Any] = {}
     if (path / TOKENIZER_FILE).exists():
         tokenizer, tokenizer_config = load_tokenizer(path)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -103,14 +103,15 @@ def _check_asynchronous(plan: Plan, options: TrainOptions) -> None:
 def _check_same_run(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
     """Any layout may go on with a run; another model, job or text is another run."""
     before = run.plan()
-    pairs = {
-        "model": (before.model, plan.model),
-        "sequence length": (before.job.seq_length, plan.job.seq_length),
-        "optimizer": (before.job.optimizer, plan.job.optimizer),
-    }
-    for what, (old, new) in pairs.items():
-        if old != new:
-            numbers = f": {old}, now {new}" if isinstance(old, int | str) else f" (`{old.name}`, now `{new.name}`)"
+    names = f" (`{before.model.name}`, now `{plan.model.name}`)"
+    lengths = f": {before.job.seq_length}, now {plan.job.seq_length}"
+    optimizers = f": {before.job.optimizer}, now {plan.job.optimizer}"
+    for what, is_same, numbers in (
+        ("model", before.model == plan.model, names),
+        ("sequence length", before.job.seq_length == plan.job.seq_length, lengths),
+        ("optimizer", before.job.optimizer == plan.job.optimizer, optimizers),
+    ):
+        if not is_same:
             raise InputError(f"{run.path}: was trained with another {what}{numbers}; use another folder, or its plan")
     if options.text_options() != run.options().text_options():
         _prepare_data(plan, options, run)  # refuses other text, and finds out whether it is

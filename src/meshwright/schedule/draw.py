@@ -15,7 +15,7 @@ from meshwright.schedule.timeline import Event, Timeline
 from meshwright.schedule.unit_clock import unit_timeline
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go  # type: ignore[import-untyped]
+    import plotly.graph_objects as go
 
 COLORS = {Kind.F: "#4C78A8", Kind.B: "#F58518", Kind.I: "#E45756", Kind.W: "#72B7B2", Kind.REDUCE: "#54A24B"}
 NAMES = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch.optim.adamw import adamw
@@ -21,11 +20,12 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import WORLD
 from meshwright.core.flat import Segment
+from meshwright.core.job import OptimizerKind
 from meshwright.core.offload import NUM_SYNCHRONOUS_STEPS, TierTraffic
 from meshwright.core.precision import NUM_MOMENTS
 from meshwright.core.sharding import Range
 from meshwright.parallel.offload.delayed import DelayedUpdate
-from meshwright.parallel.offload.store import Flat, Store, copy, read
+from meshwright.parallel.offload.store import Flat, Store, copy, in_memory, read
 from meshwright.parallel.offload.stream import StoredState, Tensors
 from meshwright.parallel.states import DTYPES, FlatBucket, FlatStates
 from meshwright.train.loss_scale import LossScale, LossScaleOptions
@@ -41,7 +41,7 @@ _ROUNDED_AT_A_TIME = 1 << 20
 class OptimizerOptions:
     """Settings of the update. Weight decay is decoupled (Loshchilov & Hutter 2019) and for matrices only."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
+    kind: OptimizerKind = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -78,6 +78,23 @@ class Shard:
         if self.has_master:
             yield "master", self.master
         yield from zip(("moment1", "moment2"), self.moments, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is updated at once, all of it in memory: a shard, or a group of one that lies on a tier."""
+
+    bucket: FlatBucket
+    start: int
+    stop: int
+    gradients: torch.Tensor
+    parameters: torch.Tensor
+    """Where updated values go."""
+    master: torch.Tensor
+    """The values that are updated: the parameters, or their fp32 copy."""
+    moments: tuple[torch.Tensor, ...]
+    segments: tuple[Segment, ...]
+    """Relative to the bucket."""
 
 
 class FlatOptimizer:
@@ -200,7 +217,7 @@ class FlatOptimizer:
             self.tier_traffic = store.take()
         else:
             for shard in self.shards:
-                self._update_part(shard, shard.bucket.own_gradients, shard.bucket.own_parameters, scaling)
+                self._update_part(_whole(shard), scaling)
         self.loss_scale.update(skipped)
         return skipped
 
@@ -214,7 +231,7 @@ class FlatOptimizer:
         for shard in self.shards:
             if not shard.has_master:
                 shard.master = shard.bucket.own_parameters
-            self._update_part(shard, shard.bucket.own_gradients, shard.bucket.own_parameters, scaling)
+            self._update_part(_whole(shard), scaling)
 
     def finish(self) -> None:
         """Of delayed updates: take over the one that is still to be."""
@@ -225,8 +242,9 @@ class FlatOptimizer:
         """What a delayed update needs, which runs when the next step has its own gradients."""
         assert self._states.store is not None
         for shard in self.shards:
-            if isinstance(shard.bucket.own_gradients, torch.Tensor):
-                copy(shard.bucket.stored("gradients"), shard.bucket.own_gradients)
+            kept = shard.bucket.stored("gradients")
+            if kept is not None and isinstance(shard.bucket.own_gradients, torch.Tensor):
+                copy(kept, shard.bucket.own_gradients)
         self.tier_traffic = self._states.store.take()
         return scaling
 
@@ -253,56 +271,52 @@ class FlatOptimizer:
         shard_of = {shard.bucket.state: shard for shard in self.shards}
 
         def update(state: StoredState, group: Range, run: Tensors) -> None:
-            shard = shard_of[state]
-            part, gradients, parameters = self._part(shard, group, run)
-            self._update_part(part, gradients, parameters, scaling)
+            self._update_part(self._part(shard_of[state], group, run), scaling)
 
         self._states.store.stream(update)
 
-    def _part(self, shard: Shard, group: Range, run: Tensors) -> tuple[Shard, torch.Tensor, torch.Tensor]:
-        """(shard of one group, its gradients, its parameters): from `run` what came from a tier, else from memory.
-        A delayed update leaves the parameters alone: they are the masters then."""
+    def _part(self, shard: Shard, group: Range, run: Tensors) -> Part:
+        """One group of a shard: from `run` what came from a tier, else from memory. A delayed update leaves the
+        parameters alone: they are the masters then."""
         start, stop = group
         here, bucket = slice(start - shard.start, stop - shard.start), shard.bucket
 
         def at(kind: str, kept: Flat) -> torch.Tensor:
-            return run[kind] if kind in run else kept[here]
+            return run[kind] if kind in run else in_memory(kept)[here]
 
         parameters = run["master"] if self.delayed is not None else at("parameters", bucket.own_parameters)
-        part = Shard(
+        return Part(
             bucket,
             start,
             stop,
+            at("gradients", bucket.own_gradients),
+            parameters,
             at("master", shard.master) if shard.has_master else parameters,
             tuple(at(f"moment{i + 1}", moment) for i, moment in enumerate(shard.moments)),
             bucket.layout.segments(start, stop, self._states.frozen),
-            (),
-            (),
-            shard.has_master,
         )
-        return part, at("gradients", bucket.own_gradients), parameters
 
-    def _update_part(self, shard: Shard, gradients: torch.Tensor, parameters: torch.Tensor, scaling: _Scaling) -> None:
+    def _update_part(self, part: Part, scaling: _Scaling) -> None:
         update = self._adamw if self.options.kind == "adamw" else self._sgd
         if self._states.recipe.rounding == "stochastic":
-            wide = replace(shard, master=shard.master.float())
-            update(wide, gradients.float(), scaling)
-            self._round(shard, wide.master, scaling)
+            wide = replace(part, master=part.master.float())
+            update(wide, part.gradients.float(), scaling)
+            self._round(part, wide.master, scaling)
             return
-        update(shard, gradients.to(shard.master.dtype), scaling)
-        if parameters is not shard.master:
-            parameters.copy_(shard.master)
+        update(part, part.gradients.to(part.master.dtype), scaling)
+        if part.parameters is not part.master:
+            part.parameters.copy_(part.master)
 
-    def _round(self, shard: Shard, values: torch.Tensor, scaling: _Scaling) -> None:
+    def _round(self, part: Part, values: torch.Tensor, scaling: _Scaling) -> None:
         """Write updated values to masters of fewer bits. What did not change is representable, and stays."""
-        for slot in shard.bucket.layout.slots:
-            of_slot, of_shard = shard.bucket.overlap(slot, slice(shard.start, shard.stop))
+        for slot in part.bucket.layout.slots:
+            of_slot, of_part = part.bucket.overlap(slot, slice(part.start, part.stop))
             for start in range(of_slot.start, of_slot.stop, _ROUNDED_AT_A_TIME):
                 run = slice(start, min(start + _ROUNDED_AT_A_TIME, of_slot.stop))
                 bits = random_bits(slot.placement, run, scaling.step, self.options.seed)
-                low = of_shard.start + start - of_slot.start
-                part = slice(low, low + run.stop - run.start)
-                shard.master[part] = round_to_bf16(values[part], bits)
+                low = of_part.start + start - of_slot.start
+                here = slice(low, low + run.stop - run.start)
+                part.master[here] = round_to_bf16(values[here], bits)
 
     def _divisor(self, norm: torch.Tensor) -> torch.Tensor:
         """What gradients are divided by: loss scale · max(1, (norm + 1e-6) / clip_norm). Stays on the device."""
@@ -310,18 +324,20 @@ class FlatOptimizer:
         clip = torch.ones_like(norm) if limit is None else ((norm + 1e-6) / limit).clamp(min=1.0)
         return clip * self.loss_scale.scale
 
-    def _adamw(self, shard: Shard, gradients: torch.Tensor, scaling: _Scaling) -> None:
-        options, divisor, grad_scale = self.options, scaling.divisor, scaling.divisor.float()
-        if shard.master.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
-            gradients, grad_scale = gradients / divisor, None
+    def _adamw(self, part: Part, gradients: torch.Tensor, scaling: _Scaling) -> None:
+        options, first, second = self.options, *part.moments
+        grad_scale: torch.Tensor | None = scaling.divisor.float()
+        if part.master.dtype == torch.float64:  # the fused kernel takes its scale in fp32 only
+            gradients, grad_scale = gradients / scaling.divisor, None
         for decay in (True, False):
-            runs = [slice(s.start - shard.start, s.stop - shard.start) for s in shard.segments if s.decay == decay]
+            runs = [slice(s.start - part.start, s.stop - part.start) for s in part.segments if s.decay == decay]
             if not runs:
                 continue
             adamw(
-                [shard.master[run] for run in runs],
+                [part.master[run] for run in runs],
                 [gradients[run] for run in runs],
-                *([moment[run] for run in runs] for moment in shard.moments),
+                [first[run] for run in runs],
+                [second[run] for run in runs],
                 [],
                 [scaling.step - 1 for _ in runs],
                 fused=True,
@@ -336,11 +352,11 @@ class FlatOptimizer:
                 maximize=False,
             )
 
-    def _sgd(self, shard: Shard, gradients: torch.Tensor, scaling: _Scaling) -> None:
+    def _sgd(self, part: Part, gradients: torch.Tensor, scaling: _Scaling) -> None:
         change = (gradients / scaling.divisor.to(gradients.dtype)).masked_fill_(scaling.skipped, 0.0)
-        for s in shard.segments:
-            run = slice(s.start - shard.start, s.stop - shard.start)
-            shard.master[run].sub_(change[run], alpha=scaling.learning_rate)
+        for s in part.segments:
+            run = slice(s.start - part.start, s.stop - part.start)
+            part.master[run].sub_(change[run], alpha=scaling.learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,10 +372,25 @@ class _Scaling:
     """Number of this update, from 1; float32 scalar."""
 
 
+def _whole(shard: Shard) -> Part:
+    """All of a shard that lies on no tier."""
+    return Part(
+        shard.bucket,
+        shard.start,
+        shard.stop,
+        in_memory(shard.bucket.own_gradients),
+        in_memory(shard.bucket.own_parameters),
+        in_memory(shard.master),
+        tuple(map(in_memory, shard.moments)),
+        shard.segments,
+    )
+
+
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Of a flat tensor, as float64: rows in at least fp32, their sum in float64, so that length costs no accuracy."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     whole = x.numel() // _NORM_ROW * _NORM_ROW
     norms = torch.linalg.vector_norm(x[:whole].view(-1, _NORM_ROW), dim=-1, dtype=wide)
     rest = torch.linalg.vector_norm(x[whole:], dtype=wide)
-    return torch.sum(norms.square_(), dtype=torch.float64) + rest.double().square()
+    total: torch.Tensor = torch.sum(norms.square_(), dtype=torch.float64) + rest.double().square()
+    return total

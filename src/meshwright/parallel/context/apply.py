@@ -22,6 +22,7 @@ from meshwright.core.layouts import Context
 from meshwright.parallel.context import local, ring, ring_self_attention, ulysses
 from meshwright.parallel.context.local import Table
 from meshwright.parallel.dropout import Masks, ScoreDropout
+from meshwright.parallel.layers import layers_of, part_of
 
 Own = Callable[[torch.Tensor], torch.Tensor]
 RINGS = {"ring": ring.attention, "ring-self-attention": ring_self_attention.attention}
@@ -70,15 +71,16 @@ class ContextCore(nn.Module):
 
 def apply(model: nn.Module, context: Context, axis: Axis, own: Own) -> None:
     """Replace every layer's attention core, in place; `own` as of :class:`WholeCore`."""
-    for layer in model.layers.values():
-        whole = WholeCore(layer.attention.core, own)
-        layer.attention.core = whole if axis.size == 1 else ContextCore(whole, context, axis)
+    for layer in layers_of(model).values():
+        attention = part_of(layer, "attention")
+        whole = WholeCore(attention.core, own)
+        attention.core = whole if axis.size == 1 else ContextCore(whole, context, axis)
 
 
 def drop(model: nn.Module, masks: Masks) -> None:
     """Drop probabilities of every layer's attention, once cores and dropout were put there; nothing without a rate."""
-    for name, layer in model.layers.items() if masks.attention_rate else ():
-        core, index = layer.attention.core, masks.part.heads
+    for name, layer in layers_of(model).items() if masks.attention_rate else ():
+        core, index = part_of(layer, "attention.core"), masks.part.heads
         if isinstance(core, ContextCore) and core.context.kind == "ulysses":
             index, core = index * core.axis.size + core.axis.index, core.whole
         core.dropout = ScoreDropout(masks, int(name), index)

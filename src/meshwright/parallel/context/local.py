@@ -52,7 +52,7 @@ def empty_block(q: torch.Tensor, dtype: torch.dtype) -> Block:
 def attend(
     into: Block,
     q: torch.Tensor,
-    kv: Sequence[torch.Tensor],
+    kv: Sequence[torch.Tensor] | torch.Tensor,
     spans: Iterator[Span],
     mask: ScoreMask | None,
     *,
@@ -83,7 +83,7 @@ def add_gradients(
     into: tuple[torch.Tensor, torch.Tensor],
     grad: torch.Tensor,
     q: torch.Tensor,
-    kv: Sequence[torch.Tensor],
+    kv: Sequence[torch.Tensor] | torch.Tensor,
     whole: Block,
     spans: Iterator[Span],
     mask: ScoreMask | None,

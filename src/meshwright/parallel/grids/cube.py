@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.comm.collectives import Work, all_gather_start, reduce_scatter_start
+from meshwright.comm.collectives import all_gather_start, reduce_scatter_start
 from meshwright.comm.mesh import Axis
+from meshwright.comm.work import Work
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.comm.collectives import Work, broadcast_start, reduce_start
+from meshwright.comm.collectives import broadcast_start, reduce_start
 from meshwright.comm.mesh import Axis
+from meshwright.comm.work import Work
 
 
 def blocks(own: torch.Tensor, axis: Axis, shapes: Sequence[tuple[int, ...]]) -> Iterator[torch.Tensor]:

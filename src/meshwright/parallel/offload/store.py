@@ -32,6 +32,18 @@ def read(x: Flat) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else x.read()
 
 
+def in_memory(x: Flat) -> torch.Tensor:
+    """The tensor itself, of what is known to lie on no tier."""
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
+def on_tier(x: Flat) -> StoredRun:
+    """Likewise of what is known to lie on one."""
+    assert isinstance(x, StoredRun)
+    return x
+
+
 def copy(target: Flat, source: Flat) -> None:
     """target [n] ← source [n], a group at a time where one of them lies on a tier."""
     for run in (target, source):
