@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 
 import pytest
 
+from meshwright.core.collection import uncollected
 from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
@@ -224,3 +226,12 @@ def test_planning_for_a_thousand_devices_simulates_little_and_places_each_stage_
     assert counts["forecast"] < 300
     assert counts["simulate"] <= 24
     assert counts["step_traffic"] < 300
+
+
+def test_a_plan_leaves_nothing_that_holds_itself(spec, cluster, job):
+    """So that nothing piles up while garbage collection stands still."""
+    gc.collect()
+    with uncollected():
+        result = plan(spec, cluster(2, 2), job)
+        assert gc.collect() == 0
+    assert result.num_priced

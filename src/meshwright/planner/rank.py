@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
+from meshwright.core.collection import uncollected
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
@@ -74,6 +75,7 @@ class PlanResult:
     num_priced: int
 
 
+@uncollected()
 def plan(
     model: ModelSpec,
     cluster: ClusterSpec,
