@@ -4,7 +4,7 @@
 #   make test     format, lint, types, then all tests
 #   make check    only format, lint and types
 #   make bench    measure the training step beside DistributedDataParallel
-#   make docs     write the generated pages of docs/ anew
+#   make docs     write the generated pages of docs/, and other golden files, anew
 #   make clean    remove .venv and build folders
 #
 # Tests go two at a time, whole files each, long ones first; those over ranks start up to eight processes of their own.
@@ -67,7 +67,7 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/train_step.py $(ARGS)
 
 docs: $(STAMP)
-	@$(BIN)/python -m pytest tests/docs tests/claims --regenerate $(ARGS)
+	@$(BIN)/python -m pytest tests/docs tests/claims tests/cli --regenerate $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache
