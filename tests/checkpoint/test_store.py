@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -362,15 +365,27 @@ def test_extra_must_be_json(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, monkeypatch):
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The system refuses to write more into a file, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5_000, 30_000, 41_000])
+def test_what_the_system_does_not_write_leaves_nothing_and_is_said(tmp_path, num_bytes):
+    """Wherever in a tensor's archive it stops."""
     save(tmp_path, 1, tiny(1), {})
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"saving step 2 to .*: rank 0: OSError: .*No space left"):
-        save(tmp_path, 2, tiny(2), {})
+    large = [whole("parameters/x", torch.ones(100, 100)), *tiny(2)[1:]]
+    with (
+        files_of_at_most(num_bytes),
+        pytest.raises(CheckpointError, match=r"saving step 2 to .*: rank 0: OSError: .*File too large"),
+    ):
+        save(tmp_path, 2, large, {})
     assert names(tmp_path) == ["step-00000001"]
 
 

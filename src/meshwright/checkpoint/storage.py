@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -42,6 +42,12 @@ class PieceWriter(FileSystemWriter):
         clean(self._folder)
         Path(self.path).mkdir(parents=True)
         return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # `torch.save` closes its archive after a write that failed, and fails again
+            raise _system_error(error) or error from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -123,6 +129,14 @@ class PieceReader(FileSystemReader):
             target = planner.resolve_tensor(item)
             target.copy_(source)
             planner.commit_tensor(item, target)
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """What the system said while `error` came about, for example that the disk is full; None if it was not asked."""
+    seen = error.__context__
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__context__
+    return seen
 
 
 def _decode(data: bytes, where: str) -> torch.Tensor:
