@@ -16,6 +16,7 @@ from meshwright.cost.activations import (
 )
 from meshwright.cost.memory import activations_bytes
 from tests.models.tiny import SPECS, random_model, random_tokens
+from tests.parallel.layouts import latent
 
 EXACT = {name: spec for name, spec in SPECS.items() if spec.gate.capacity_factor is None}
 """Where experts have a capacity, what they keep depends on what is dropped."""
@@ -35,18 +36,13 @@ def kept_bytes(model, run):
     return sum(size for address, size in storages.items() if address not in own)
 
 
-def weight_copies(spec, precision, norms):
-    """LayerNorm on the CPU reads its bf16 weight and bias as fp32 copies. They do not grow with the batch."""
-    return norms * 2 * 4 * spec.hidden_size if spec.norm == "layernorm" and precision == "bf16" else 0
-
-
 @ALL
 @pytest.mark.parametrize("precision", DTYPES)
 def test_a_layer_keeps_what_is_forecast(spec, precision):
     model = random_model(spec, DTYPES[precision])
     model(random_tokens(spec, B, S))  # makes the rotary tables
     x = torch.randn(B, S, spec.hidden_size, dtype=DTYPES[precision], requires_grad=True)
-    measured = kept_bytes(model, lambda: model.layers["1"](x)) - weight_copies(spec, precision, 2)
+    measured = kept_bytes(model, lambda: model.layers["1"](x))
     assert total_bytes(layer_terms(spec, Strategy(precision=precision), B, S, 1)) == measured
 
 
@@ -62,8 +58,19 @@ def test_a_model_keeps_what_is_forecast(spec, precision):
         *head_terms(spec, strategy, B, S),
     ]
     tokens = random_tokens(spec, B, S)
-    measured = kept_bytes(model, lambda: model(tokens)) - weight_copies(spec, precision, 2 * spec.num_layers + 1)
+    measured = kept_bytes(model, lambda: model(tokens))
     assert total_bytes(terms) - B * S == measured
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_narrow_values_of_one_head_are_not_copied(num_heads):
+    """What o takes of them is a view of what attention has made."""
+    spec = latent(num_heads=num_heads, num_kv_heads=num_heads)
+    model = random_model(spec, torch.float64)
+    model(random_tokens(spec, B, S))
+    x = torch.randn(B, S, spec.hidden_size, dtype=torch.float64, requires_grad=True)
+    expected = total_bytes(layer_terms(spec, Strategy(precision="fp64"), B, S))
+    assert kept_bytes(model, lambda: model.layers["1"](x)) == expected
 
 
 def test_with_a_capacity_the_forecast_is_what_full_experts_keep():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from meshwright.models.functions import rms_norm, rotate, swiglu
+from meshwright.models.functions import layer_norm, rms_norm, rotate, swiglu
 
 
 def plain_rms_norm(x, weight, eps):
@@ -39,6 +39,14 @@ def assert_same(ours, plain, inputs):
 def test_rms_norm_equals_the_composition(shape, dtype):
     x, weight = draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype)
     assert_same(rms_norm(x, weight, 1e-5), plain_rms_norm(x, weight, 1e-5), (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_layer_norm_equals_the_composition(dtype):
+    """Which computes with wide copies of weight and bias where the dtype is not."""
+    x, weight, bias = draw(2, 3, 8, dtype=dtype), draw(8, dtype=dtype), draw(8, dtype=dtype)
+    plain = F.layer_norm(x, (8,), weight.float(), bias.float(), 1e-5)
+    assert_same(layer_norm(x, weight, bias, 1e-5), plain, (x, weight, bias))
 
 
 def test_swiglu_equals_the_composition():

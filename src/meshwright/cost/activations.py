@@ -340,13 +340,14 @@ def _latent_terms(latent: LatentAttention, z: _Sizes) -> list[ByteTerm]:
 def recomputed_core_terms(spec: ModelSpec, strategy: Strategy, b: int, s: int) -> list[ByteTerm]:
     """Of :func:`layer_terms`, what selective recompute does not keep: what comes out of attention's core."""
     z = _sizes(spec, strategy, b, s)
-    kind, is_narrowed = strategy.context.kind if strategy.cp > 1 else None, spec.values_size < spec.heads_size
+    kind = strategy.context.kind if strategy.cp > 1 else None
+    is_copied = spec.values_size < spec.heads_size and z.heads > 1  # of one head, the narrow part is a view
     output, for_o = (z.kept("attention output", width) for width in (z.heads * z.head_dim, z.values))
     if kind == "ring-self-attention":
         return [for_o, z.kept("probabilities", z.heads * s)]
     if kind == "ulysses":
         return [for_o, replace(output, name="attention output on its way"), z.statistics("log-sum-exp", z.heads)]
-    further = [replace(for_o, name="attention output, narrowed")] if is_narrowed else []
+    further = [replace(for_o, name="attention output, narrowed")] if is_copied else []
     if z.gathered > 1:
         further = [z.inner_operand("attention output, gathered", z.values)]
     return [output, *further, z.statistics("log-sum-exp", z.heads)]

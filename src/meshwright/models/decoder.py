@@ -25,7 +25,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.models.attention import Attention, Projections, RMSNorm, linear
 from meshwright.models.documents import position_ids
 from meshwright.models.experts import MoE
-from meshwright.models.functions import LOW_PRECISION, swiglu
+from meshwright.models.functions import layer_norm, swiglu
 from meshwright.models.latent import LatentAttention
 from meshwright.models.rope import Rope
 
@@ -40,11 +40,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self.weight
-        bias: torch.Tensor = self.bias
-        if x.dtype in LOW_PRECISION and x.is_cpu:
-            weight, bias = weight.float(), bias.float()  # only then does the CPU kernel keep fp32 statistics
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def _norm(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -2,6 +2,7 @@
 
     function    keeps                plain composition keeps    CPU time, forward + backward, against plain
     rms_norm    x, 1/rms per row     x, x/rms, 1/rms            0.24 to 0.29
+    layer_norm  x, 2 numbers a row   likewise; in low precision on the CPU wide weights too
     swiglu      gate, up             gate, silu(gate), up       0.9 to 1.0
     rotate      nothing              the tables                 0.55 to 0.65
 
@@ -57,6 +58,40 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)  # one fused kernel there, which keeps the same
     return _RMSNorm.apply(x, weight, eps)
+
+
+class _LayerNorm(Function):
+    """In low precision on the CPU, whose kernel has fp32 statistics only beside fp32 weights: those are made twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight.float(), bias.float(), eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad.contiguous(), x, weight.shape, mean, rstd, weight.float(), bias.float(), [True] * 3
+        )
+        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x − mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dim; statistics in at least fp32.
+
+    Args:
+        x: [.., n].
+        weight: [n].
+        bias: [n].
+
+    Source: Ba et al. 2016.
+    """
+    if x.dtype in LOW_PRECISION and x.is_cpu:
+        return _LayerNorm.apply(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 class _SwiGLU(Function):
