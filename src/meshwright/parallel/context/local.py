@@ -109,16 +109,29 @@ def add_gradients(
             dkv[1, rows, :, keys] += own[2]
 
 
-def masks_of(dropped: Dropped | None, table: Table, rank: int, device: torch.device) -> Callable[[int], Any]:
-    """Rank whose keys they are → the mask of what the queries of `rank` make of them; None where none are dropped."""
-    if dropped is None:
-        return lambda source: None
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the queries of one rank see, and how much of it is dropped."""
 
-    def at(of: int) -> torch.Tensor:
-        return torch.tensor(positions(table.balance, table.places.length, table.num_ranks, of), device=device)
+    rank: int
+    table: Table
+    dropped: Dropped | None = None
 
-    rows = dropped.rows(at(rank))
-    return lambda source: dropped.between(rows, at(source))
+    def spans(self, source: int) -> Iterator[Span]:
+        """Of the keys of rank `source`."""
+        return self.table.spans(self.rank, source)
+
+    def masks(self, device: torch.device) -> Callable[[int], ScoreMask | None]:
+        """Rank whose keys they are → the mask of what the queries make of them; None where none are dropped."""
+        table, dropped = self.table, self.dropped
+        if dropped is None:
+            return lambda source: None
+
+        def at(of: int) -> torch.Tensor:
+            return torch.tensor(positions(table.balance, table.places.length, table.num_ranks, of), device=device)
+
+        rows = dropped.rows(at(self.rank))
+        return lambda source: dropped.between(rows, at(source))
 
 
 class _Attention(torch.autograd.Function):
@@ -126,13 +139,10 @@ class _Attention(torch.autograd.Function):
     log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table, dropped: Dropped | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: View) -> torch.Tensor:
         out, lse = empty_block(q, q.dtype)[0], empty_block(q, block.statistic_dtype(q.dtype))[1]
-        mask = masks_of(dropped, table, 0, q.device)(0)
-        attend((out, lse), q, (k, v), table.spans(0, 0), mask, first=True)
-        ctx.table, ctx.dropped = table, dropped
+        attend((out, lse), q, (k, v), view.spans(0), view.masks(q.device)(0), first=True)
+        ctx.view = view
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -141,9 +151,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, *whole = ctx.saved_tensors
         dq, dkv = torch.zeros_like(q), k.new_zeros((2, *k.shape))
-        mask = masks_of(ctx.dropped, ctx.table, 0, q.device)(0)
-        add_gradients((dq, dkv), grad, q, (k, v), (whole[0], whole[1]), ctx.table.spans(0, 0), mask)
-        return dq, dkv[0], dkv[1], None, None
+        view: View = ctx.view
+        mask = view.masks(q.device)(0)
+        add_gradients((dq, dkv), grad, q, (k, v), (whole[0], whole[1]), view.spans(0), mask)
+        return dq, dkv[0], dkv[1], None
 
 
 def attention(
@@ -155,6 +166,6 @@ def attention(
         documents: [b, s]; None: each sequence is one.
         dropped: which probabilities are.
     """
-    table = Table("contiguous", 1, Places(q.shape[2], None, documents))
-    out: torch.Tensor = _Attention.apply(q, k, v, table, dropped)
+    view = View(0, Table("contiguous", 1, Places(q.shape[2], None, documents)), dropped)
+    out: torch.Tensor = _Attention.apply(q, k, v, view)
     return out

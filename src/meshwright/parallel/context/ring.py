@@ -29,7 +29,7 @@ from meshwright.comm.mesh import Axis
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.comm.work import Work
 from meshwright.parallel.context import block, local
-from meshwright.parallel.context.local import Table
+from meshwright.parallel.context.local import Table, View
 from meshwright.parallel.dropout import Dropped
 
 KEYS, GRADIENTS = 0, 1
@@ -81,32 +81,25 @@ def round_the_ring(x: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Ten
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        axis: Axis,
-        table: Table,
-        dropped: Dropped | None,
-    ) -> torch.Tensor:
-        mask_of = local.masks_of(dropped, table, axis.index, q.device)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, view: View) -> torch.Tensor:
+        mask_of = view.masks(q.device)
         own = torch.stack((k, v))
         summed = local.empty_block(q, block.statistic_dtype(q.dtype))
         for source, kv in round_the_ring(own, axis):
             is_first = source == axis.index
-            local.attend(summed, q, kv, table.spans(axis.index, source), mask_of(source), first=is_first)
+            local.attend(summed, q, kv, view.spans(source), mask_of(source), first=is_first)
         out, lse = summed[0].to(q.dtype), summed[1]
-        ctx.axis, ctx.table, ctx.dropped = axis, table, dropped
+        ctx.axis, ctx.view = axis, view
         ctx.save_for_backward(q, own, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis, table = ctx.axis, ctx.table
+        axis: Axis = ctx.axis
+        view: View = ctx.view
         q, kv, *whole = ctx.saved_tensors
-        mask_of = local.masks_of(ctx.dropped, table, axis.index, q.device)
+        mask_of = view.masks(q.device)
         wide = block.statistic_dtype(q.dtype)
         dq, dkv = torch.zeros_like(q, dtype=wide), torch.empty_like(kv, dtype=wide)
         keys, gradients = Belt(axis, KEYS), Belt(axis, GRADIENTS)
@@ -116,8 +109,7 @@ class _Ring(torch.autograd.Function):
             following, arriving = (kv, None) if is_last else keys.start(kv)
             added = torch.zeros_like(dkv)
             source = (axis.index - step) % axis.size
-            spans = table.spans(axis.index, source)
-            local.add_gradients((dq, added), grad, q, kv, (whole[0], whole[1]), spans, mask_of(source))
+            local.add_gradients((dq, added), grad, q, kv, (whole[0], whole[1]), view.spans(source), mask_of(source))
             if coming is not None:
                 coming.wait()
                 added += dkv
@@ -133,7 +125,7 @@ class _Ring(torch.autograd.Function):
         keys.end()
         gradients.end()
         dk, dv = dkv.to(kv.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
 def attention(
@@ -151,5 +143,5 @@ def attention(
     Returns:
         [b, a, n, d].
     """
-    out: torch.Tensor = _Ring.apply(q, k, v, axis, table, dropped)
+    out: torch.Tensor = _Ring.apply(q, k, v, axis, View(axis.index, table, dropped))
     return out

@@ -26,9 +26,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.comm.collectives import reduce_scatter_start
 from meshwright.comm.mesh import Axis
 from meshwright.core.tokens import positions
-from meshwright.parallel.context import local
 from meshwright.parallel.context.block import statistic_dtype
-from meshwright.parallel.context.local import Table
+from meshwright.parallel.context.local import Table, View
 from meshwright.parallel.context.ring import round_the_ring
 from meshwright.parallel.dropout import Dropped, ScoreMask
 
@@ -63,22 +62,14 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, axis: Axis, table: Table) -
 
 class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        axis: Axis,
-        table: Table,
-        dropped: Dropped | None,
-    ) -> torch.Tensor:
-        mask_of = local.masks_of(dropped, table, axis.index, q.device)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, view: View) -> torch.Tensor:
+        mask_of = view.masks(q.device)
         k, v, groups = k.contiguous(), v.contiguous(), _grouped(q, k.shape[1])
-        p = _probabilities(groups, k, axis, table)
+        p = _probabilities(groups, k, axis, view.table)
         out = torch.zeros_like(groups, dtype=statistic_dtype(q.dtype))
         for rank, values in round_the_ring(v, axis):
             out += _kept(p[..., rank, :], mask_of(rank)) @ values.unsqueeze(2)
-        ctx.axis, ctx.table, ctx.dropped = axis, table, dropped
+        ctx.axis, ctx.view = axis, view
         ctx.save_for_backward(q, k, v, p)
         b, a, n, d = q.shape
         return q.new_empty((b, n, a, d)).transpose(1, 2).copy_(out.flatten(1, 2))
@@ -86,12 +77,13 @@ class _RingSelfAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis = ctx.axis
+        axis: Axis = ctx.axis
+        view: View = ctx.view
         q, k, v, p = ctx.saved_tensors
-        mask_of = local.masks_of(ctx.dropped, ctx.table, axis.index, q.device)
+        mask_of = view.masks(q.device)
         groups, grads = _grouped(q, k.shape[1]), _grouped(grad, k.shape[1])
         kept = p
-        if ctx.dropped is not None:
+        if view.dropped is not None:
             kept = torch.stack([_kept(p[..., rank, :], mask_of(rank)) for rank in range(axis.size)], -2)
         dv, summing_v = _summed(kept, grads, axis)
         ds = torch.empty_like(p, dtype=statistic_dtype(q.dtype))
@@ -105,7 +97,7 @@ class _RingSelfAttention(torch.autograd.Function):
             dq += ds[..., rank, :] @ keys.unsqueeze(2)
         summing_v.wait()
         summing_k.wait()
-        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _kept(x: torch.Tensor, mask: ScoreMask | None) -> torch.Tensor:
@@ -129,5 +121,5 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, table: Table, dropped: Dropped | None = None
 ) -> torch.Tensor:
     """Causal attention of this rank's tokens to those of all ranks; arguments as of `ring.attention`."""
-    out: torch.Tensor = _RingSelfAttention.apply(q, k, v, axis, table, dropped)
+    out: torch.Tensor = _RingSelfAttention.apply(q, k, v, axis, View(axis.index, table, dropped))
     return out
