@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 
 import pytest
 
 from meshwright.core.errors import InputError, MeshwrightWarning
+from meshwright.run import command
 from meshwright.run.command import run_command
 
 
@@ -70,6 +72,25 @@ def test_sigterm_is_one_line_and_what_was_begun_is_cleared_away(capsys: pytest.C
     assert run_command(lambda: fail(SystemExit(143))) == 143, "as the launcher of ranks says it"
     with pytest.raises(SystemExit):
         run_command(lambda: fail(SystemExit(3)))
+
+
+def test_sigterm_is_obeyed_where_a_library_catches_what_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once only: what is cleared away on the way out takes the time that it takes."""
+    monkeypatch.setattr(command, "INSIST_S", 0.02)
+    cleared = []
+
+    def work() -> None:
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        try:
+            time.sleep(5)
+            fail(AssertionError("the command went on"))
+        finally:
+            time.sleep(0.2)
+            cleared.append(True)
+
+    assert run_command(work) == 143
+    assert cleared
 
 
 def test_a_rank_ends_by_sigterm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,9 @@ GRACE_S = 2.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Why something cannot be written, where the system names no file."""
 
+INSIST_S = 0.5
+"""After so long SIGTERM is obeyed once more where what it raised was caught on its way."""
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT."""
 
@@ -97,11 +100,27 @@ def _run_alone(main: Callable[[], int | None]) -> int:
 def _ending_on_sigterm() -> Iterator[None]:
     """SIGTERM unwinds the command like Ctrl-C does, so that what it has begun is cleared away.
 
-    Not in a rank of torchrun or Slurm: that must end at once, also while it waits for the network.
+    Some libraries catch all that is raised while they are imported: what was caught so is raised again, until the
+    command is left. Not in a rank of torchrun or Slurm: that must end at once, also while it waits for the network.
     """
+    raised: list[SystemExit] = []
+    left, leaving = threading.Event(), threading.Lock()
 
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
+    def leave(number: int, frame: object) -> None:
+        if any(stop in _being_handled() for stop in raised):
+            return  # the command is being left
+        raised.append(SystemExit(128 + number))
+        if len(raised) == 1:
+            threading.Thread(target=insist, name="insist", daemon=True).start()
+        raise raised[-1]
+
+    def insist() -> None:
+        is_ours = True
+        while is_ours and not left.wait(INSIST_S):
+            with leaving:
+                is_ours = not left.is_set() and signal.getsignal(signal.SIGTERM) is leave
+                if not left.is_set():
+                    signal.raise_signal(signal.SIGTERM)  # whose handler runs in the main thread
 
     if is_rank(os.environ) or threading.current_thread() is not threading.main_thread():
         yield
@@ -110,7 +129,17 @@ def _ending_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        left.set()
+        with leaving:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _being_handled() -> Iterator[BaseException]:
+    """The exception that is being handled, and those during whose handling it was raised."""
+    error = sys.exception()
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 def _drop_output() -> None:
