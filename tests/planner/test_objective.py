@@ -10,6 +10,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.job import Job
 from meshwright.core.sources import load_cluster
+from meshwright.planner import objective
 from meshwright.planner.enumerate import strategies
 from meshwright.planner.interval import UNCALIBRATED, interval_s
 from meshwright.planner.must import kept, limited, parse_must
@@ -86,6 +87,13 @@ def test_the_longest_context_fits_and_the_next_does_not():
     assert not fits(Wanted(model, asked.cluster, longer, {}, asked.options))
     learned = best(wanted(small(positions="learned"), devices=1), "longest-context")
     assert learned.result.plan.job.seq_length == 4096, "no more than there are positions"
+
+
+def test_sizes_that_are_tried_are_not_planned_for(monkeypatch):
+    planned = []
+    monkeypatch.setattr(objective, "plan", lambda *asked: planned.append(asked) or plan(*asked))
+    assert best(wanted(memory_bytes=6 * 10**8, devices=2), "largest-model").result.plan.model.num_layers > 1
+    assert len(planned) == 1
 
 
 def test_the_largest_model_fits_and_one_more_layer_does_not():

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
-from meshwright.core.errors import InputError, RuleError
+from meshwright.core.errors import InputError
 from meshwright.core.expert_rules import check_imbalance
 from meshwright.core.job import Job
 from meshwright.core.legal import divisors
 from meshwright.core.model import ModelSpec
 from meshwright.core.units import counted
-from meshwright.planner.rank import Options, PlanResult, plan
+from meshwright.planner.rank import Options, PlanResult, fits, plan
 
 OBJECTIVES = ("fastest", "fewest-gpus", "cheapest", "longest-context", "largest-model")
 CONTEXT_STEP = 1024
@@ -93,11 +93,8 @@ def _planned(wanted: Wanted) -> PlanResult:
     return plan(wanted.model, wanted.cluster, wanted.job, wanted.fix, wanted.options)
 
 
-def _tried(wanted: Wanted) -> PlanResult | None:
-    try:
-        return _planned(wanted)
-    except RuleError:
-        return None
+def _fits(wanted: Wanted) -> bool:
+    return fits(wanted.model, wanted.cluster, wanted.job, wanted.fix, wanted.options)
 
 
 def parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
@@ -121,10 +118,11 @@ def _on(wanted: Wanted, cluster: ClusterSpec) -> Wanted:
 
 def _fewest(wanted: Wanted) -> Best:
     for part in parts(wanted.cluster):
-        result = _tried(_on(wanted, part))
-        if result is not None:
+        if _fits(asked := _on(wanted, part)):
             devices = counted(part.num_devices, "device")
-            return Best(result, f"{devices} of {wanted.cluster.num_devices:,} are enough: on no smaller part it fits")
+            return Best(
+                _planned(asked), f"{devices} of {wanted.cluster.num_devices:,} are enough: on no smaller part it fits"
+            )
     return Best(_planned(wanted), "")  # raises: the whole cluster is the last part
 
 
@@ -133,7 +131,7 @@ def _cheapest(wanted: Wanted, price: Price | None) -> Best:
         raise InputError(
             "--objective cheapest: say how many tokens (--tokens 1e12) and what a device costs (--price 2.5)"
         )
-    found = [result for part in parts(wanted.cluster) if (result := _tried(_on(wanted, part))) is not None]
+    found = [_planned(asked) for part in parts(wanted.cluster) if _fits(asked := _on(wanted, part))]
     if not found:
         return Best(_planned(wanted), "")
     cheapest = min(found, key=price.of)
@@ -163,9 +161,8 @@ def _longest(wanted: Wanted) -> Best:
         return Wanted(model, wanted.cluster, job, wanted.fix, wanted.options)
 
     limit = wanted.model.max_positions // CONTEXT_STEP if wanted.model.positions == "learned" else None
-    steps, result = _most(of, limit)
-    if result is None:
-        return Best(_planned(of(1)), "")
+    steps = _most(of, limit)
+    result = _planned(of(max(1, steps)))  # raises where not even 1 fits
     batch = counted(wanted.job.global_batch_size, "sequence")
     return Best(
         result, f"sequences of {steps * CONTEXT_STEP:,} tokens fit in steps of {batch}; {CONTEXT_STEP:,} more do not"
@@ -177,29 +174,29 @@ def _largest(wanted: Wanted) -> Best:
         model = wanted.model.model_copy(update={"num_layers": layers, "name": f"{wanted.model.name}, {layers} layers"})
         return Wanted(model, wanted.cluster, wanted.job, wanted.fix, wanted.options)
 
-    layers, result = _most(of, None)
-    if result is None:
-        return Best(_planned(of(1)), "")
+    layers = _most(of, None)
+    result = _planned(of(max(1, layers)))  # raises where not even 1 fits
     size = f"{result.plan.model.num_parameters / 1e9:.1f} billion parameters"
     return Best(result, f"{layers} layers of this shape fit, {size}; {layers + 1} do not")
 
 
-def _most(of: Callable[[int], Wanted], limit: int | None) -> tuple[int, PlanResult | None]:
+def _most(of: Callable[[int], Wanted], limit: int | None) -> int:
     """The largest number that can be planned for, by doubling and halving; 0 where not even 1 can.
 
     What fits need not be every number below: a split may ask for divisors. So the last failure is a neighbour's only.
     """
-    low, result = 0, _tried(of(1))
-    if result is None:
-        return 0, None
+
+    def can(number: int) -> bool:
+        return (limit is None or number <= limit) and _fits(of(number))
+
+    if not can(1):
+        return 0
     low, high = 1, 2
     for _ in range(MAX_TRIES):
-        found = _tried(of(high)) if limit is None or high <= limit else None
-        if found is None:
+        if not can(high):
             break
-        low, high, result = high, 2 * high, found
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        found = _tried(of(middle)) if limit is None or middle <= limit else None
-        low, high, result = (low, middle, result) if found is None else (middle, high, found)
-    return low, result
+        low, high = (middle, high) if can(middle) else (low, middle)
+    return low

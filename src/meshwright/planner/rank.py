@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.collection import uncollected
+from meshwright.core.errors import RuleError
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.plan import Plan
@@ -118,6 +119,20 @@ def plan(
         advice=advice,
         num_priced=len(search.priced),
     )
+
+
+@uncollected()
+def fits(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any], options: Options) -> bool:
+    """Whether :func:`plan` finds a strategy, without looking for the fastest, or saying why."""
+    wanted = check_fix(fix)
+    try:
+        search = searched(model, cluster, job, wanted, options.must, options.ends)
+        if next(search.fastest(), None) is not None:
+            return True
+        tiers = offloading(model, cluster, job, wanted, options.must, options.ends) if options.may_offload else ()
+        return any(next(on_tier.fastest(), None) is not None for _, on_tier in tiers)
+    except RuleError:
+        return False
 
 
 def _offloaded(
