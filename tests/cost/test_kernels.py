@@ -147,6 +147,9 @@ def test_the_stack_with_most_words_is_meant():
     assert stack_of(gpt).name == "galvatron-gpt"
     assert not stack_of(f"{gpt} | config 1_2_4_vtp_sp; rank 0").vocabulary_apart
     assert stack_of("galvatron_memory | Galvatron profiled memory").name == "galvatron"
+    later = "galvatron_memory | galvatron/models/gpt/configs/memory_profiling_bf16_llama2-7b_all.json | config 1_2_4"
+    assert stack_of(f"{later}_sp; rank 0").name == "galvatron-llama"
+    assert stack_of(f"{later}_vtp_sp; rank 0").name == "galvatron-llama-vocabulary-parallel"
 
 
 def test_ranks_that_share_experts_multiply_the_rows_of_all():

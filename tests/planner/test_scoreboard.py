@@ -75,6 +75,23 @@ def test_what_a_source_leaves_open_is_tried_in_every_legal_way(tables):
     assert {s.num_chunks for s in interleaved} == {2, 4}
 
 
+def test_a_gated_model_turns_its_positions_whatever_a_row_prints(tables):
+    assert express(only(tables, model={"gated_mlp": True})).model.positions == "rope"
+    assert express(only(tables)).model.positions == "learned"
+
+
+def test_where_layers_have_tp_of_their_own_the_vocabulary_is_padded_without_it(tables):
+    source = {"title": "Galvatron profiled memory", "path": "galvatron/models/gpt/configs/bf16_hidden1024.json"}
+    found = express(only(tables, source=source, strategy={"tp": 8, "dp": 1, "pp": 1, "zero_stage": 3}))
+    assert found.model.vocab_size == 50304
+
+
+def test_a_shape_that_was_read_off_a_files_name_is_put_right(tables):
+    path = "galvatron/models/llama_hf/configs/memory_profiling_bf16_llama-7b.json"
+    assert only(tables, source={"title": "t", "path": path}).model["vocab"] == 152064
+    assert only(tables, source={"title": "t", "path": path.replace("7b", "13b")}).model["vocab"] == 50257
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -128,8 +128,23 @@ class Stack(Value):
     """ZeRO-3 gathers layers, embedding and head as units of PyTorch's first FSDP: memory as in `cost.unit_memory`."""
     vocabulary_apart: bool = False
     """Embedding and head are not tensor-parallel: each tp rank runs them on a part of the tokens."""
-    fused_streams: bool = True
-    """Norms and gated activations are one kernel each; otherwise they are written operation by operation."""
+    norm_copies: int = Field(default=0, ge=0)
+    """Further tensors of hidden size that a norm keeps, in the compute dtype, where it is written operation by
+    operation: its input and what is normalised in fp32, the latter rounded, less the input that a fused one keeps."""
+    fused_gates: bool = True
+    """The activation of a gated MLP and its product with the other half are one kernel, and keep but what goes in."""
+    keeps_fused_outputs: bool = False
+    """What comes out of the joint products (q, k and v; gate and up) is kept beside the parts that are cut from it."""
+    transposes: int = Field(default=0, ge=0)
+    """Tensors of hidden size that attention keeps once more in another order, where a micro-batch has more than one
+    sequence: hidden states are [s, b, h], its kernels take [b, s, h]."""
+    gate_gradients: int = Field(default=0, ge=0)
+    """Tensors of the feed-forward size that the backward of a gated MLP's activation holds beside what forward kept,
+    together with the gradient of the weight behind it. 0: fused, they are never all there."""
+    prefetches_embedding: bool = True
+    """The embedding is gathered while the backward of the first layer runs."""
+    num_sequence_buffers: int = Field(default=1, ge=0)
+    """Buffers that stay, into which sequence parallelism gathers hidden states."""
     logit_bytes: float = Field(default=4.0, ge=0)
     """That the loss keeps of each logit."""
     loss_backward_bytes: float = Field(default=4.0, ge=0)

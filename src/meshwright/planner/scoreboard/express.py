@@ -107,7 +107,7 @@ def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
         raise UnsupportedError(f"{heads} heads of a hidden size of {hidden}")
     latent = _latent(row)
     gated, positions = m.get("gated_mlp") is not False, str(m.get("pos"))
-    multiple = PADDED_TO * tp
+    multiple = PADDED_TO * (1 if stack.sharded_units else tp)
     return ModelSpec(
         name=str(m.get("name", "published")),
         family="llama" if gated else "gpt2",
@@ -121,7 +121,7 @@ def _model(row: PublishedRow, stack: Stack) -> ModelSpec:
         ffn_size=_whole(row, "model", "ffn_hidden", 4 * hidden),
         max_positions=_whole(row, "model", "seq_len"),
         norm="rmsnorm" if gated else "layernorm",
-        positions="rope" if positions == "rope" or latent else "learned",
+        positions="rope" if positions == "rope" or gated else "learned",
         activation="silu" if gated else "gelu",
         gated_mlp=gated,
         qkv_bias=not gated,
