@@ -66,7 +66,8 @@ static inline void add(Left a, const B *b, long depth, Vec (&sums)[R][2]) {
     }
 }
 
-// Calls task(first, number as a constant) for blocks of about equal size of `count` rows, of at most ROWS.
+// Calls task(first, number as a constant) for blocks of `count` rows, of at most ROWS: the first has as many as can be,
+// since it waits for memory, the others about equally many.
 template <int R, typename Task>
 static inline void block_of(int size, long first, Task &task) {
     if constexpr (R > 0) {
@@ -78,7 +79,7 @@ template <typename Task>
 static inline void each_block(long count, Task task) {
     long blocks = (count + ROWS - 1) / ROWS;
     for (long at = 0, first = 0; at < blocks; at++) {
-        long size = (count - first + blocks - at - 1) / (blocks - at);
+        long size = at == 0 ? std::min(ROWS, int(count)) : (count - first + blocks - at - 1) / (blocks - at);
         block_of<ROWS>(int(size), first, task);
         first += size;
     }

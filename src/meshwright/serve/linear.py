@@ -1,10 +1,10 @@
 """Products with weights that are laid out once for the processor: the one place that chooses how.
 
-Where there are kernels (`serve.native`), they multiply: in bf16 by matrix tiles where the processor has them, else in
-vectors of its own width. Without kernels the layout is oneDNN's, which reads a weight of a small batch at the speed of
-memory only where it lies in blocks; it is made by operators that PyTorch uses itself but does not promise to keep:
-where they are missing, or refuse a weight, the plain product stays. Layers of one input are one product, whose output's
-columns are q, k and v, or gate and up.
+Where there are kernels (`serve.native`), they multiply: in bf16 by matrix tiles or in vectors of pairs where the
+processor has them, else in vectors of fp32. Without kernels the layout is oneDNN's, which reads a weight of a small
+batch at the speed of memory only where it lies in blocks; it is made by operators that PyTorch uses itself but does not
+promise to keep: where they are missing, or refuse a weight, the plain product stays. Layers of one input are one
+product, whose output's columns are q, k and v, or gate and up.
 
     bf16, 768 × 2304 of many, one thread, µs   1 row   16 rows   32 rows   256 rows
     plain                                        469       520       577       1492
@@ -13,6 +13,10 @@ columns are q, k and v, or gate and up.
     fp32, the same                             1 row   16 rows   64 rows   240 rows
     oneDNN's layout                              605       946      2045       6632
     lanes                                        578       677      1672       5897
+    bf16, a processor without tiles              1 row   16 rows   64 rows   240 rows
+    oneDNN's layout                              142       240       580       1979
+    lanes                                        107       292      1013       3685
+    vectors of pairs                              98       164       500       1765
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ def padded(rows: int) -> int:
 
 
 class TileProduct:
-    """x [.., in] · Wᵀ + b, with W in tiles."""
+    """x [.., in] · Wᵀ + b in bf16, with W in tiles of pairs of inputs."""
 
     def __init__(
         self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, pages: LargePages | None = None

@@ -1,10 +1,10 @@
 """Kernels for what a step does, compiled on this machine: the one place that chooses them.
 
-`kernels.cpp` (attention, norms, gates), `products.cpp` (bf16 on processors with matrix tiles), `lanes.cpp` (products on
-any processor) and `steps.cpp` (whole steps) are compiled once with the machine's own compiler, for its own processor,
-and kept in the user's cache. Without a compiler, or with `MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and
-everything runs as plain PyTorch. The library shares the threads of PyTorch: both are linked to the OpenMP that PyTorch
-has loaded.
+`kernels.cpp` (attention, norms, gates), `products.cpp` (bf16 on processors that multiply its pairs, by matrix tiles or
+in vectors), `lanes.cpp` (products on any processor) and `steps.cpp` (whole steps) are compiled once with the machine's
+own compiler, for its own processor, and kept in the user's cache. Without a compiler, or with
+`MESHWRIGHT_KERNELS=plain`, :func:`kernels` is None, and everything runs as plain PyTorch. The library shares the
+threads of PyTorch: both are linked to the OpenMP that PyTorch has loaded.
 """
 
 from __future__ import annotations
@@ -117,8 +117,10 @@ class Kernels:
         self._product = library.product
         self._product.argtypes = [pointer, pointer, pointer, pointer, pointer, c_long, c_long, c_long, c_long]
         self._product.restype = None
+        self._lays_out = library.product_lays_out
+        self._lays_out.argtypes = [c_long]
         self.has_tiles = bool(library.product_usable())
-        """Whether :meth:`product` can be used."""
+        """Whether :meth:`product` can be used: by matrix tiles, or in vectors of pairs."""
         self.lanes_panel = int(library.lanes_panel())
         """Outputs of a panel of a weight for :meth:`lanes_product`."""
         self._lanes_product = _by_dtype(library, "lanes_product", [*[pointer] * 5, *[c_long] * 4])
@@ -187,7 +189,7 @@ class Kernels:
         x = x.contiguous()
         size = x.shape[-1]
         num_rows = x.numel() // size
-        tiles = x.new_empty(-(-num_rows // TILE) * TILE * size) if num_rows > 2 * TILE else None
+        tiles = x.new_empty(-(-num_rows // TILE) * TILE * size) if self._lays_out(num_rows) else None
         out = x.new_empty(*x.shape[:-1], num_outputs)
         self._product(
             x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),

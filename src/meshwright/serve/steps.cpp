@@ -74,12 +74,12 @@ struct LaneProducts {
     void release() {}
 };
 
-#ifdef HAS_TILES
+#ifdef HAS_PAIRS
 class TileProducts {
    public:
     using Value = BFloat16;
     static constexpr long PANEL = products::PANEL;
-    static bool lays_out(long rows) { return rows > PANEL; }
+    static bool lays_out(long rows) { return products::Unit::lays_out(rows); }
     static long laid_bytes(long rows, long widest) {
         long padded = (rows + products::TILE - 1) / products::TILE * products::TILE;
         return lays_out(rows) ? 2 * padded * widest : 0;
@@ -88,16 +88,14 @@ class TileProducts {
         products::lay_out(reinterpret_cast<const uint16_t *>(x), reinterpret_cast<uint16_t *>(laid), row, size);
     }
     void panel(const Product &of, const BFloat16 *x, const char *laid, BFloat16 *out, long rows, long at) {
-        long block = products::TILE * of.inputs;
-        products::Rows where{reinterpret_cast<const uint16_t *>(x), block, products::INPUTS, 2 * of.inputs};
-        if (laid) where = products::Rows{reinterpret_cast<const uint16_t *>(laid), block, products::TILE_SIZE, 64};
-        products::run_panel(where, static_cast<const uint16_t *>(of.weight), of.bias, reinterpret_cast<uint16_t *>(out),
-                            rows, of.inputs, of.outputs, at, configured);
+        unit.panel(reinterpret_cast<const uint16_t *>(x), reinterpret_cast<const uint16_t *>(laid),
+                   static_cast<const uint16_t *>(of.weight), of.bias, reinterpret_cast<uint16_t *>(out), rows,
+                   of.inputs, of.outputs, at);
     }
-    void release() { _tile_release(); }
+    void release() { unit.release(); }
 
    private:
-    long configured = -1;
+    products::Unit unit;
 };
 #endif
 
@@ -276,7 +274,7 @@ long cut(const Stack<T> &stack, const Step &step, char *room, Scratch<T> &out) {
 template <typename Task>
 auto with_products(const void *stack, Task task) {
     switch (static_cast<const Stack<float> *>(stack)->kind) {
-#ifdef HAS_TILES
+#ifdef HAS_PAIRS
         case TILES: return task(TileProducts(), *static_cast<const Stack<BFloat16> *>(stack));
 #endif
         case LANES_BFLOAT16: return task(LaneProducts<BFloat16>(), *static_cast<const Stack<BFloat16> *>(stack));
