@@ -14,7 +14,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.sources import load_cluster, load_model
 from meshwright.core.strategy import Strategy
 
-MESHWRIGHT = (sys.executable, "-m", "meshwright.cli.main")
+MESHWRIGHT = (sys.executable, "-m", "meshwright")
 FULL = Path("/dev/full")
 
 

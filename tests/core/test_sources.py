@@ -53,6 +53,8 @@ def test_model_from_file_folder_and_toml(tmp_path: Path) -> None:
         == load_model(str(folder / "config.json"))
         == load_model("qwen3-8b").model_copy(update={"name": "my-model"})
     )
+    (folder / "config.json").rename(folder / "small.json")
+    assert load_model(str(folder / "small.json")) == spec.model_copy(update={"name": "small"})
     (folder / "model.toml").write_text(spec.to_toml())
     assert load_model(str(folder / "model.toml")) == spec
 

@@ -75,7 +75,7 @@ class Page:
             words = shlex.split(line, comments=True)
             if words[:1] == ["make"]:
                 assert words[1] in self.make_targets, f"{self.path.name}: no such target: {line}"
-            if "meshwright" in words[:1] or "meshwright.cli.main" in words:
+            if "meshwright" in words[:1] or "-m meshwright" in line:
                 check_arguments(words[1 + max(i for i, w in enumerate(words) if w.startswith("meshwright")) :])
 
 

@@ -16,7 +16,7 @@ from meshwright.run.command import PARENT
 
 TIMEOUT_S = 300.0
 """Of one command. Generous: cores may be shared."""
-MESHWRIGHT = (sys.executable, "-m", "meshwright.cli.main")
+MESHWRIGHT = (sys.executable, "-m", "meshwright")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--master-port", "0", "--rdzv-backend",
             "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")  # fmt: skip
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "MESHWRIGHT_", "TORCHELASTIC_", "OMP_")

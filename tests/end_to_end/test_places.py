@@ -80,7 +80,7 @@ def check_run(folder: Path, num_ranks: int) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     argv = train_argv(tmp_path, tp=2)
-    torchrun = [*shell.TORCHRUN, "--nproc-per-node", "2", "-m", "meshwright.cli.main"]
+    torchrun = [*shell.TORCHRUN, "--nproc-per-node", "2", "-m", "meshwright"]
     done = shell.run([*torchrun, *argv])
     assert done.status == 0, done.err
     assert done.out.count("step 3/3") == 1

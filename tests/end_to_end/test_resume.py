@@ -133,6 +133,8 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         set_up(plan, wanted.model_copy(update={"text": str(text)}), run, resume=True)
     with pytest.raises(InputError, match="holds a run already"):
         set_up(plan, wanted, run, resume=False)
+    with pytest.raises(InputError, match=r"`pretrained` must stay what it was \(none\); to start from other, use"):
+        set_up(plan, wanted.model_copy(update={"pretrained": "other"}), run, resume=True)
     with pytest.raises(InputError, match="`seed` is 9, it was 0"):
         set_up(plan, wanted.model_copy(update={"seed": 9}), run, resume=True)
     set_up(plan, wanted.model_copy(update={"steps": 9}), run, resume=True)  # before its checkpoint is loaded

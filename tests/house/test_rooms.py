@@ -25,6 +25,7 @@ LEVELS = {
     "run": 7,
     "cli": 8,
     "report": 8,
+    "__main__": 9,
 }
 """A room imports rooms of a lower level, and itself."""
 

@@ -22,6 +22,7 @@ from meshwright.report.tables import (
     report_console,
     sparkline,
     strategies_table,
+    told_apart,
     traffic_table,
 )
 
@@ -265,3 +266,14 @@ def test_a_dry_run_stands_between_forecast_and_measurement():
     alone = comparison_table(beside_rehearsal([], rehearsed))
     assert cells(alone, "memory, activations")[1:] == ["4.56 GB", "4.70 GB", "–", "+3.1%"]
     assert len(show(comparison_table(beside_rehearsal(measured, [])))[1].split()) == 3
+
+
+def test_strategies_that_share_a_name_are_told_apart_by_their_layers() -> None:
+    even = Strategy(pp=2, num_micro_batches=4)
+    uneven = even.model_copy(update={"layers_per_stage": (3, 1)})
+    names = told_apart([even, uneven, even.model_copy(update={"zero": 1})], 4)
+    assert names == [
+        f"{even.describe()}, layers 2, 2",
+        f"{even.describe()}, layers 3, 1",
+        "D1 T1 P2 zero1 1f1b m4×b1 fp32",
+    ]

@@ -73,6 +73,11 @@ def test_sequences_beyond_the_positions_of_a_model_are_named() -> None:
     said = spec.length_warning(spec.max_positions + 1)
     assert said is not None
     assert said.startswith(f"sequences of {spec.max_positions + 1:,} tokens, but `demo-s` is made for ")
+    windowed = spec.model_copy(update={"sliding_window": 32})
+    assert windowed.length_warning(32) is None
+    said = windowed.length_warning(33)
+    assert said is not None
+    assert "without the sliding window of 32" in said
     learned = load_model("gpt2")
     with pytest.raises(InputError, match="1,025 tokens, but `gpt2` has 1024 learned positions"):
         learned.check_length(1025)

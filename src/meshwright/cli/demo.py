@@ -76,7 +76,7 @@ def _show_timetable(plan: Plan) -> None:
 
 def _meshwright(*argv: str) -> None:
     """Run another command as a user would. Ends with its status where it fails; it has said why."""
-    status = subprocess.run([sys.executable, "-m", "meshwright.cli.main", *argv], check=False).returncode
+    status = subprocess.run([sys.executable, "-m", "meshwright", *argv], check=False).returncode
     if status:
         raise typer.Exit(status)
 

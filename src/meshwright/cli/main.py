@@ -139,7 +139,7 @@ def _refuse_empty(argv: Sequence[str]) -> None:
 
 
 def run() -> None:
-    """Entry point of the `meshwright` script, and of `python -m meshwright.cli.main` in every rank."""
+    """Entry point of the `meshwright` script, and of `python -m meshwright` in every rank."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without × is no reason to fail
     status = run_command(lambda: main(sys.argv[1:]))

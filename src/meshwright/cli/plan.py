@@ -170,14 +170,15 @@ def _print_rules(console: Console, result: PlanResult) -> None:
 def _print_front(console: Console, result: PlanResult) -> None:
     """What less memory costs in time."""
     from meshwright.core.units import format_bytes
-    from meshwright.report.tables import step_text
+    from meshwright.report.tables import step_text, told_apart
 
     if len(result.pareto) < 2:
         return
     console.print("Time against memory: no strategy is both faster and smaller than one of these", style="bold")
-    for forecast in result.pareto:
+    names = told_apart([forecast.strategy for forecast in result.pareto], result.plan.model.num_layers)
+    for forecast, name in zip(result.pareto, names, strict=True):
         seconds, held = step_text(forecast), format_bytes(forecast.device_bytes)
-        console.print(f"  {seconds:>9}  {held:>8}  {forecast.strategy.describe()}", soft_wrap=True, highlight=False)
+        console.print(f"  {seconds:>9}  {held:>8}  {name}", soft_wrap=True, highlight=False)
     console.print()
 
 

@@ -221,7 +221,13 @@ class ModelSpec(Value):
             )
 
     def length_warning(self, num_tokens: int) -> str | None:
-        """One line where rotary positions are asked for beyond those that the model is made for; else None."""
+        """One line where the model cannot be trained on sequences so long, or rotary positions are asked for beyond
+        those that it is made for; else None."""
+        if self.sliding_window is not None and num_tokens > self.sliding_window:
+            return (
+                f"sequences of {num_tokens:,} tokens are forecast without the sliding window of "
+                f"{self.sliding_window:,} of `{self.name}`, and can't be trained: windowed attention is not implemented"
+            )
         if self.positions != "rope" or num_tokens <= self.max_positions:
             return None
         return (

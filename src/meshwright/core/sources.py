@@ -131,7 +131,8 @@ def _looks_like_path(text: str) -> bool:
 
 def _read_config(path: Path) -> ModelSpec:
     data = parse_json(read_text(path), str(path))
-    return from_hf_config(data, path.absolute().parent.name or "model", str(path))
+    of_file = path.stem if path.name != "config.json" else path.absolute().parent.name
+    return from_hf_config(data, of_file or "model", str(path))
 
 
 # --- clusters ----------------------------------------------------------------------------------------------

@@ -116,6 +116,18 @@ def strategies_table(
     return StrategiesTable(candidates, title)
 
 
+def told_apart(strategies: Sequence[Strategy], num_layers: int) -> list[str]:
+    """Short names of strategies in one list; of those that share one, also the layers of each part of the pipeline."""
+    names = [strategy.describe() for strategy in strategies]
+    count = Counter(names)
+    return [
+        name
+        if count[name] == 1
+        else f"{name}, layers {', '.join(str(len(layers)) for layers in strategy.stage_layers(num_layers))}"
+        for name, strategy in zip(names, strategies, strict=True)
+    ]
+
+
 def step_text(candidate: Candidate) -> str:
     """The step's time; `≥` before what only a bound is known of."""
     return "≥ " * candidate.is_bound + format_time(candidate.step_time.total_s)

@@ -26,7 +26,7 @@ from meshwright.run.doing import doing_path, read_doing
 from meshwright.run.environment import World, detect
 from meshwright.run.failure import Failure, first_cause
 
-ENTRY = "meshwright.cli.main"
+ENTRY = "meshwright"
 """The module that a rank runs."""
 MAX_QUOTED = 160
 """Characters of a log that an error repeats."""

@@ -113,12 +113,18 @@ def _check_same_run(plan: Plan, options: TrainOptions, run: RunFolder) -> None:
     ):
         if not is_same:
             raise InputError(f"{run.path}: was trained with another {what}{numbers}; use another folder, or its plan")
+    begun = latest(run.checkpoints) is not None
+    if begun and options.pretrained != (first := run.options().pretrained):
+        raise InputError(
+            f"{run.path}: goes on with the weights that it has, so `pretrained` must stay what it was "
+            f"({first or 'none'}); to start from {options.pretrained}, use another folder"
+        )
     if options.text_options() != run.options().text_options():
         _prepare_data(plan, options, run)  # refuses other text, and finds out whether it is
     data = load_prepared(run.data)
     num_tokens = data.num_tokens - data.num_eval_tokens
     check_enough_tokens(num_tokens, plan.job.seq_length, plan.job.global_batch_size)
-    if latest(run.checkpoints) is not None:
+    if begun:
         check_same_samples(peek(run.checkpoints)["data"], num_tokens, plan.job.seq_length, options.seed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.plan import Plan
 from meshwright.planner.emit.common import Emitted, command_line, script, torchrun_words
 
-TRAIN = "-m meshwright.cli.main train plan.toml"
+TRAIN = "-m meshwright train plan.toml"
 
 
 def emit(plan: Plan) -> Emitted:
