@@ -17,6 +17,7 @@ from meshwright.cost.kv_cache import kv_token_bytes
 from meshwright.models.generate import generate
 from meshwright.models.hf import export
 from meshwright.run.served import open_model
+from meshwright.serve.batch import Batch
 from meshwright.serve.engine import Engine
 from meshwright.serve.options import ServeOptions
 from meshwright.serve.request import SamplingParams
@@ -59,6 +60,12 @@ def serve(
     assert engine.scheduler.blocks.num_held == 0
     assert (engine.scheduler.counts.swapped_back > 0) is (preempt == "swap")
     return list(answers.values()), engine.scheduler.counts.preemptions, engine.runner.cache_bytes
+
+
+def test_who_is_alone_tells_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(Batch, "to_vector")
+    engine = Engine(random_model(SPECS["llama"]), options=OPTIONS)
+    assert [len(answer.tokens) for (answer,) in engine.generate([[1, 2]], SamplingParams(max_tokens=3))] == [3]
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,6 @@ class Engine:
         self.begin_step()
         return self.end_step()
 
-    @torch.inference_mode()
     def begin_step(self) -> None:
         """Choose what the next step computes, and tell the ranks of this replica. Raises RankError."""
         assert self._under_way is None
@@ -319,7 +318,6 @@ class Engine:
         if chunks or moves:
             self.ranks.start(make_batch(chunks, self.options.block_size, moves))
 
-    @torch.inference_mode()
     def end_step(self) -> list[Event]:
         """What the step that was begun brings. Raises RankError."""
         step, self._under_way = self._under_way, None

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from meshwright.comm.collectives import broadcast
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.p2p import recv_start, send_start
 from meshwright.core.axes import DP, EP, PP, TP, WORLD
 from meshwright.serve.batch import Batch, make_batch
@@ -78,14 +78,16 @@ class Together(Alone):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self._mesh = runner.mesh
+        self._device, self._axes = runner.mesh.device, _axes(runner.mesh)
 
     def start(self, batch: Batch) -> None:
         """Tell those that follow."""
         super().start(batch)
-        vector = torch.from_numpy(batch.to_vector()).to(self._mesh.device)
+        if not self._axes:
+            return
+        vector = torch.from_numpy(batch.to_vector()).to(self._device)
         self._say(len(vector))
-        _pass_on(vector, self._mesh)
+        _pass_on(vector, self._axes)
 
     def beat(self) -> None:
         """For those that follow."""
@@ -96,7 +98,7 @@ class Together(Alone):
         self._say(STOP)
 
     def _say(self, number: int) -> None:
-        _pass_on(torch.tensor([number], device=self._mesh.device), self._mesh)
+        _pass_on(torch.tensor([number], device=self._device), self._axes)
 
 
 class Distant:
@@ -192,14 +194,18 @@ def num_sharing(mesh: Mesh) -> int:
     return mesh[EP].size if EP in mesh.axes else 1
 
 
-def _pass_on(numbers: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """numbers ← those of the replica's first rank, on all of its ranks. Returns them."""
+def _axes(mesh: Mesh) -> list[Axis]:
+    """Along which this rank hears of a step, or tells of it, in order; none where its replica has no other rank."""
     axes = [mesh[WORLD]]
     if mesh[DP].size > 1:
         axes = [mesh[PP]] if mesh[PP].index else [mesh[TP], mesh[PP]]
+    return [axis for axis in axes if axis.size > 1]
+
+
+def _pass_on(numbers: torch.Tensor, axes: list[Axis]) -> torch.Tensor:
+    """numbers ← those of the replica's first rank, on all of its ranks. Returns them."""
     for axis in axes:
-        if axis.size > 1:
-            broadcast(numbers, axis, 0)
+        broadcast(numbers, axis, 0)
     return numbers
 
 
@@ -209,11 +215,12 @@ def follow(runner: Runner) -> None:
     if mesh[DP].index and not mesh[TP].index and not mesh[PP].index:
         _lead(runner)
         return
+    axes = _axes(mesh)
     length = torch.empty(1, dtype=torch.int64, device=mesh.device)
-    while (count := int(_pass_on(length, mesh))) != STOP:
+    while (count := int(_pass_on(length, axes))) != STOP:
         if count != NOTHING:
             vector = torch.empty(count, dtype=torch.int64, device=mesh.device)
-            runner.run(Batch.from_vector(_pass_on(vector, mesh).cpu().numpy()))
+            runner.run(Batch.from_vector(_pass_on(vector, axes).cpu().numpy()))
 
 
 def _lead(runner: Runner) -> None:

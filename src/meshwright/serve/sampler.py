@@ -52,6 +52,23 @@ def choose(logits: torch.Tensor, sequences: Ordered[Sequence], end_tokens: froze
     finite, likeliest = list(map(isfinite, largest.tolist())), places.tolist()
     if all(finite) and all(s.takes_likeliest for s in sequences):
         return list(map(Choice, likeliest))
+    return _choose_each(logits, largest, finite, likeliest, sequences, end_tokens)
+
+
+@torch.inference_mode()
+def _choose_each(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    finite: list[bool],
+    likeliest: list[int],
+    sequences: Ordered[Sequence],
+    end_tokens: frozenset[int],
+) -> list[Choice]:
+    """As :func:`choose`, by each sequence's own parameters.
+
+    Args:
+        largest: [n], the largest of each row, whether it is finite, and where it is.
+    """
     together = [row for row, s in enumerate(sequences) if finite[row] and _draws_simply(s.params) and not _changes(s)]
     drawn = dict(zip(together, _draw_all(logits, largest, together, sequences)))
     choices = []

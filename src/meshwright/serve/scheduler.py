@@ -147,20 +147,19 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.options.step_tokens
         preempted = False
-        for decodes in (True, False):
-            for sequence in [s for s in self.running if s.is_decoding is decodes]:
-                count = min(budget, sequence.num_left)
-                if count == 0 or sequence not in self.running:
-                    continue
-                while not self._grow(sequence, sequence.num_computed + count):
-                    preempted = True
-                    victim = self.running[-1]
-                    budget += self._preempt(victim, chunks)
-                    if victim is sequence:
-                        break
-                else:
-                    chunks.append(Chunk(sequence, sequence.num_computed, count))
-                    budget -= count
+        for sequence in sorted(self.running, key=_is_prompt):
+            count = min(budget, sequence.num_left)
+            if count == 0 or (preempted and sequence not in self.running):
+                continue
+            while not self._grow(sequence, sequence.num_computed + count):
+                preempted = True
+                victim = self.running[-1]
+                budget += self._preempt(victim, chunks)
+                if victim is sequence:
+                    break
+            else:
+                chunks.append(Chunk(sequence, sequence.num_computed, count))
+                budget -= count
         if not preempted:
             self._admit(budget, chunks)
         return chunks
@@ -205,7 +204,10 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for so many tokens; whether there were enough."""
-        taken = self.blocks.take(max(0, self.blocks.blocks_for(num_tokens) - len(sequence.blocks)))
+        missing = self.blocks.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        taken = self.blocks.take(missing)
         if taken is not None:
             sequence.blocks += taken
         return taken is not None
@@ -274,6 +276,11 @@ class Scheduler:
 
 def _place(sequence: Sequence) -> tuple[float, int]:
     return sequence.order, sequence.id
+
+
+def _is_prompt(sequence: Sequence) -> bool:
+    """Whether it comes after those that decode."""
+    return not sequence.is_decoding
 
 
 def _waits_for_leader(sequence: Sequence) -> bool:
