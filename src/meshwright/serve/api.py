@@ -157,8 +157,8 @@ class CompletionBody(_Common):
         if isinstance(given, str):
             return [given]
         if isinstance(given[0], int):
-            return [list(given)]  # type: ignore[arg-type]
-        return list(given)  # type: ignore[arg-type]
+            return [list(given)]
+        return list(given)
 
 
 class TextPart(_Body):

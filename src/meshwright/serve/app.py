@@ -302,7 +302,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
                 await one
 
 
-async def _gone(receive: Callable[[], Awaitable[dict[str, object]]]) -> None:
+async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -10,6 +10,8 @@ Shapes: T tokens of the step, a query heads, g key/value heads, d head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -73,7 +75,8 @@ def native_step(
     chunks = np.stack([of[several] for of in of_chunks], axis=1)
     of_rows = batch.first_rows[single], batch.contexts[single], batch.first_blocks[single]
     arrays = (torch.from_numpy(array) for array in (*of_rows, chunks, batch.wanted, batch.blocks))
-    return NativeStep(rotary, slots, *arrays, shape)
+    fields: list[Any] = [rotary, slots, *arrays, shape]
+    return NativeStep(*fields)
 
 
 class StepRope(nn.Module):
@@ -122,7 +125,8 @@ class PagedCore(nn.Module):
         rows = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
         if step.decode_rows is not None:
             rows[step.decode_rows] = self._decode(q, grouped)
-        attend_prompts(step, *(y[0].transpose(0, 1) for y in (q, k, v)), rows, self.keys, self.values)
+        own_q, own_k, own_v = (y[0].transpose(0, 1) for y in (q, k, v))
+        attend_prompts(step, own_q, own_k, own_v, rows, self.keys, self.values)
         return rows.transpose(0, 1)[None]
 
     def _decode(self, q: torch.Tensor, grouped: bool) -> torch.Tensor:
@@ -152,8 +156,8 @@ def attend_prompts(
     """
     for at, slots, mask in step.prompts:
         own = (k[at], v[at]) if slots is None else (keys[slots], values[slots])
-        queries, *both = (y.transpose(0, 1)[None] for y in (q[at], *own))
+        queries, seen_k, seen_v = (y.transpose(0, 1)[None] for y in (q[at], *own))
         rows = F.scaled_dot_product_attention(
-            queries, *both, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            queries, seen_k, seen_v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         out[at] = rows[0].transpose(0, 1)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -110,8 +111,8 @@ class Batch:
         """Inverse of :meth:`to_vector`."""
         tokens, chunks, blocks, wanted, out, back, shared, block_size = (int(size) for size in vector[:HEADER])
         ends = np.cumsum([HEADER, tokens, chunks, chunks, chunks, blocks, wanted, out, back, shared])
-        parts = [vector[start:end] for start, end in pairwise(ends)]
-        return cls(*parts, block_size)
+        fields: list[Any] = [*(vector[start:end] for start, end in pairwise(ends)), block_size]
+        return cls(*fields)
 
 
 def make_batch(chunks: Sequence[Chunk], block_size: int, moves: Moves | None = None) -> Batch:

@@ -167,7 +167,7 @@ class Target:
         self.model = model or ""
         self._workload = workload
         self._tokens_per_word, self._tokens_around = 1.0, 0.0
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}".encode(errors="surrogateescape")}
+        headers = {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode(errors="surrogateescape")}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
 

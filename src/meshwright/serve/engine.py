@@ -17,6 +17,7 @@ from collections.abc import Sequence as Ordered
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -143,7 +144,8 @@ class Engine:
         clock: Callable[[], float] = monotonic,
         ranks: Callable[[Runner], Ranks] = Together,
     ) -> None:
-        self.spec: ModelSpec = model.spec
+        spec: Any = model.spec
+        self.spec: ModelSpec = spec
         self.options = options or ServeOptions()
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
@@ -366,9 +368,9 @@ class Engine:
             if sequence.matcher.fault is not None:
                 return Event(sequence, self._end(sequence, "error"), finish="error")
         self.scheduler.append(sequence, token)
-        if self._is_end(sequence, token):
-            text, finish = self._end(sequence, "stop"), "stop"
-        else:
+        finish: Finish | None = "stop" if self._is_end(sequence, token) else None
+        text = self._end(sequence, "stop") if finish else ""
+        if not finish:
             text, finish = self._text(sequence, token)
         return Event(sequence, text, token, choice.logprobs, of_prompt, finish)
 

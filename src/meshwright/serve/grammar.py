@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
 
-_COMPACT = {"whitespace_flexible": False}
+_COMPACT: Any = {"whitespace_flexible": False}
 """No white space between the parts: legal white space without an end would fill the answer."""
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.models.decoder import MLP, Attention, RMSNorm
+from meshwright.models.attention import Attention, RMSNorm
+from meshwright.models.decoder import MLP
+from meshwright.parallel.layers import layers_of, part_of
 from meshwright.serve.attention import Step
 from meshwright.serve.native import NAMES, Kernels
 
@@ -74,7 +76,7 @@ class NativeAttention(nn.Module):
 
 def can_run(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels know what they would do."""
-    attentions = [layer.attention for layer in model.layers.values()]
+    attentions = [part_of(layer, "attention") for layer in layers_of(model).values()]
     if device.type != "cpu" or dtype not in NAMES or not attentions:
         return False
     return all(type(attention) is Attention for attention in attentions)
@@ -87,8 +89,8 @@ def install(model: nn.Module, caches: list[torch.Tensor], step: Step, kernels: K
         model: divided already, with paged caches.
         caches: of each layer.
     """
-    for layer, cache in zip(model.layers.values(), caches, strict=True):
-        layer.attention = NativeAttention(layer.attention, cache, step, kernels)
+    for layer, cache in zip(layers_of(model).values(), caches, strict=True):
+        layer.attention = NativeAttention(part_of(layer, "attention"), cache, step, kernels)
     for path, module in list(model.named_modules()):
         parent, _, child = path.rpartition(".")
         if isinstance(module, RMSNorm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ordered
+from functools import partial
 from itertools import accumulate
 from threading import Lock
 from time import monotonic
@@ -152,15 +153,15 @@ class _Counts(Collector):
             config.add_metric((*labels, str(blocks.block_size), str(blocks.num_blocks)), 1.0)
         yield config
         for name, about, count in _COUNTERS:
-            yield self._family(CounterMetricFamily, name, about, lambda s, count=count: count(s.counts))
+            yield self._family(CounterMetricFamily, name, about, partial(_counted, count))
         yield self._family(
             CounterMetricFamily, "swapped_bytes", "Bytes of blocks that were swapped, on a rank.",
             lambda s: (s.counts.swapped_out + s.counts.swapped_back) * self._block_bytes,
         )  # fmt: skip
         ends = CounterMetricFamily("vllm:request_success", "Answers by end.", labels=(*self._names, "finished_reason"))
         for labels, scheduler in zip(self._labels, self._schedulers, strict=True):
-            for why, count in dict(scheduler.counts.finished).items():
-                ends.add_metric((*labels, why), count)
+            for why, number in dict(scheduler.counts.finished).items():
+                ends.add_metric((*labels, why), number)
         yield ends
 
     def _family(
@@ -171,6 +172,10 @@ class _Counts(Collector):
         for labels, scheduler in zip(self._labels, self._schedulers, strict=True):
             family.add_metric(labels, float(value(scheduler)))
         return family
+
+
+def _counted(count: Callable[[Counts], float], scheduler: Scheduler) -> float:
+    return count(scheduler.counts)
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[Scheduler], float]], ...] = (

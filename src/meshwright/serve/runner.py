@@ -9,6 +9,7 @@ the wanted rows from the last stage to the first, where the parts of the vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.models.gates import Choice
 from meshwright.models.latent import LatentAttention
 from meshwright.parallel import experts, pipeline, tensor
+from meshwright.parallel.layers import layers_of, part_of
 from meshwright.parallel.states import DTYPES
 from meshwright.serve import layers, linear, native
 from meshwright.serve.attention import PagedCore, Step, StepRope
@@ -75,14 +77,15 @@ class Runner:
         self._ropes: list[StepRope] = []
         pipeline.cut(model, spec, strategy, mesh[PP].index)
         tensor.apply(model, spec, mesh[TP])
-        self._shared = experts.share(model.layers, spec, mesh[EP]) if strategy.ep > 1 else None
+        self._shared = experts.share(layers_of(model), spec, mesh[EP]) if strategy.ep > 1 else None
         held = (*placements(spec, strategy, mesh.coordinates), *_bias_placements(model, spec))
         _fill(model, held, weights, self.dtype, mesh.device)
         self.cache = self._page(model, num_blocks * block_size)
         self.host = HostTier(self.cache, num_host_blocks, block_size) if num_host_blocks else None
         self._install_kernels(model, block_size)
         linear.pack(model)
-        self._model = model.eval()
+        self._model: Any = model.eval()
+        """Its parts are used by name; None where they are other stages'."""
         self._stack = stack_of(model, self.cache) if mesh[PP].size == 1 else None
         self._vocab_part = largest_part(spec, "vocab", spec.vocab_size, mesh[TP].size)
         parts = (dim_range(spec, "vocab", spec.vocab_size, mesh[TP].size, at) for at in range(mesh[TP].size))
@@ -105,18 +108,20 @@ class Runner:
 
     def _page(self, model: nn.Module, num_slots: int) -> list[torch.Tensor]:
         """Put paged attention into every layer; the cache of each."""
-        caches, ropes = [], {}
-        for layer in model.layers.values():
-            attention, options = layer.attention, {"dtype": self.dtype, "device": self.mesh.device}
+        caches: list[torch.Tensor] = []
+        ropes: dict[int, StepRope] = {}
+        for layer in layers_of(model).values():
+            attention = part_of(layer, "attention")
             if attention.rope is not None:
                 key = id(attention.rope)
                 ropes[key] = attention.rope = ropes.get(key) or StepRope(attention.rope, self._step)
             if isinstance(attention, LatentAttention):
-                cache = torch.zeros(num_slots, sum(attention.latents.widths), **options)
+                cache = torch.zeros(num_slots, sum(attention.latents.widths), dtype=self.dtype, device=self.mesh.device)
                 layer.attention = PagedLatentAttention(attention, cache, self._step)
             else:
                 heads = attention.k.weight.shape[0] // self.spec.head_dim
-                cache = torch.zeros(2, num_slots, heads, self.spec.head_dim, **options)
+                shape = (2, num_slots, heads, self.spec.head_dim)
+                cache = torch.zeros(shape, dtype=self.dtype, device=self.mesh.device)
                 attention.core = PagedCore(cache, self._step)
             caches.append(cache)
         self._ropes = list(ropes.values())
@@ -128,7 +133,7 @@ class Runner:
         if kernels is None or not layers.can_run(model, self.dtype, self.mesh.device):
             return
         size = self.spec.head_dim
-        first = next(iter(model.layers.values())).attention
+        first = part_of(next(iter(layers_of(model).values())), "attention")
         self._step.native = len(first.q.weight) // size, len(first.k.weight) // size, size, block_size
         layers.install(model, self.cache, self._step, kernels)
 
@@ -162,7 +167,7 @@ class Runner:
             logits = self._stack(torch.from_numpy(batch.tokens), self._step.arrays)
             return logits if len(logits) else None
         x = self._enter(batch, positions)
-        for layer in self._model.layers.values():
+        for layer in layers_of(self._model).values():
             x = layer(x)
         if self._model.head is None:
             send_start(x.contiguous(), pp, pp.index + 1, HIDDEN_TAG).wait()
@@ -175,9 +180,9 @@ class Runner:
         spec, device = self.spec, self.mesh.device
         x = torch.empty(0, spec.hidden_size, dtype=self.dtype, device=device)
         weights = torch.empty(0, spec.experts_per_token, dtype=self.logits_shape[1], device=device)
-        for name, layer in self._model.layers.items():
+        for name, layer in layers_of(self._model).items():
             if spec.is_sparse(int(name)):
-                layer.mlp.experts(x, weights, Choice(weights.to(torch.int64), None))
+                part_of(layer, "mlp.experts")(x, weights, Choice(weights.to(torch.int64), None))
 
     def _enter(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
         """[1, T, h], embedded or from the stage before."""

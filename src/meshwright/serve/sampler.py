@@ -112,9 +112,10 @@ def _draw_all(logits: torch.Tensor, largest: torch.Tensor, rows: list[int], sequ
         return []
     least = torch.finfo(torch.float64).tiny
     chosen = [sequences[row] for row in rows]
-    wide = {"dtype": torch.float64, "device": logits.device}
-    heat = torch.tensor([max(s.params.temperature, least) for s in chosen], **wide)
-    at = torch.tensor([uniform(s.seed, len(s.output)) for s in chosen], **wide)
+    heats = [max(s.params.temperature, least) for s in chosen]
+    heat = torch.tensor(heats, dtype=torch.float64, device=logits.device)
+    places = [uniform(s.seed, len(s.output)) for s in chosen]
+    at = torch.tensor(places, dtype=torch.float64, device=logits.device)
     weights = ((logits[rows] - largest[rows].unsqueeze(1)).double() / heat.unsqueeze(1)).exp_()
     cumulative = weights.cumsum(1)
     found = torch.searchsorted(cumulative, (at * cumulative[:, -1]).unsqueeze(1), right=True)

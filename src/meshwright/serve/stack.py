@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_float, c_long, c_void_p, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.models.decoder import DecoderLayer
+from meshwright.parallel.layers import layers_of, part_of
 from meshwright.serve.layers import NativeAttention, NativeMLP, NativeNorm
 from meshwright.serve.linear import JoinedProjections, LaneProduct, PackedLinear, TileProduct
 from meshwright.serve.native import Kernels, NativeStep, kernels
@@ -58,17 +60,18 @@ class Stack:
     def __init__(self, model: nn.Module, caches: list[torch.Tensor], kernels: Kernels) -> None:
         self._kernels = kernels
         self._model, self._caches = model, caches  # what the pointers point into
-        layers = list(model.layers.values())
+        parts = _named(model)
+        layers: list[Any] = list(layers_of(model).values())
         made = [_layer(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
         self._layers = (_Layer * len(made))(*made)
-        first, head = layers[0], model.head.product
+        first, head = layers[0], parts.head.product
         q_norm = first.attention.plain.q_norm
         self._num_outputs = head.num_outputs
         self.c = _Stack(
-            _kind(head, model.embedding.weight.dtype), cast(self._layers, POINTER(_Layer)), len(made),
+            _kind(head, parts.embedding.weight.dtype), cast(self._layers, POINTER(_Layer)), len(made),
             head.num_inputs, first.mlp.plain.down.product.num_inputs,
-            model.final_norm.eps, 0.0 if q_norm is None else q_norm.eps,
-            model.embedding.weight.data_ptr(), model.final_norm.weight.data_ptr(), _product(head),
+            parts.final_norm.eps, 0.0 if q_norm is None else q_norm.eps,
+            parts.embedding.weight.data_ptr(), parts.final_norm.weight.data_ptr(), _product(head),
         )  # fmt: skip
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -82,6 +85,11 @@ class Stack:
         return logits
 
 
+def _named(model: nn.Module) -> Any:
+    """The model, whose parts are used by name."""
+    return model
+
+
 def _kind(product: TileProduct | LaneProduct, dtype: torch.dtype) -> int:
     if type(product) is TileProduct:
         return TILES
@@ -90,35 +98,37 @@ def _kind(product: TileProduct | LaneProduct, dtype: torch.dtype) -> int:
 
 def stack_of(model: nn.Module, caches: list[torch.Tensor]) -> Stack | None:
     """The stack of a whole model; None where a module is one that it does not know."""
-    found = kernels()
-    if found is None or not all(_is_known(layer) for layer in model.layers.values()):
+    found, parts = kernels(), _named(model)
+    layers: list[Any] = list(layers_of(model).values())
+    if found is None or not all(map(_is_known, layers)):
         return None
-    norms = {module.eps for layer in model.layers.values() for module in (layer.attention_norm, layer.mlp_norm)}
-    if model.positions is not None or model.embedding.region.axis.size > 1:
+    norms = {module.eps for layer in layers for module in (layer.attention_norm, layer.mlp_norm)}
+    if parts.positions is not None or parts.embedding.region.axis.size > 1:
         return None
-    if type(model.final_norm) is not NativeNorm or norms != {model.final_norm.eps}:
+    if type(parts.final_norm) is not NativeNorm or norms != {parts.final_norm.eps}:
         return None
     if len(set(_products(model))) != 1 or _products(model)[0] not in (TileProduct, LaneProduct):
         return None
     return Stack(model, caches, found)
 
 
-def _is_known(layer: nn.Module) -> bool:
+def _is_known(layer: Any) -> bool:
     kinds = (layer.attention_norm, NativeNorm), (layer.mlp_norm, NativeNorm), (layer.attention, NativeAttention)
+    mlp: Any = layer.mlp
     if type(layer) is not DecoderLayer or not all(type(module) is kind for module, kind in kinds):
         return False
-    if type(layer.mlp) is not NativeMLP:
+    if type(mlp) is not NativeMLP:
         return False
-    inner = layer.attention.plain, layer.mlp.plain
-    head_norms = (inner[0].q_norm, inner[0].k_norm)
+    attention: Any = layer.attention
+    head_norms = attention.plain.q_norm, attention.plain.k_norm
     return all(norm is None or type(norm) is NativeNorm for norm in head_norms)
 
 
 def _products(model: nn.Module) -> list[type | None]:
     """The kind of each product; None where one is summed over ranks, or not known."""
-    modules = [model.head]
-    for layer in model.layers.values():
-        attention, mlp = layer.attention.plain, layer.mlp.plain
+    modules = [_named(model).head]
+    for layer in layers_of(model).values():
+        attention, mlp = part_of(layer, "attention").plain, part_of(layer, "mlp").plain
         modules += [attention.project, attention.o, mlp.project, mlp.down]
     return [_kind_of(module) for module in modules]
 
@@ -129,7 +139,7 @@ def _kind_of(module: nn.Module) -> type | None:
     return type(module.product) if isinstance(module, PackedLinear | JoinedProjections) else None
 
 
-def _layer(layer: nn.Module, cache: torch.Tensor) -> _Layer:
+def _layer(layer: Any, cache: torch.Tensor) -> _Layer:
     plain, mlp = layer.attention.plain, layer.mlp.plain
     norms = (layer.attention_norm, plain.q_norm, plain.k_norm, layer.mlp_norm)
     products = (plain.project, plain.o, mlp.project, mlp.down)

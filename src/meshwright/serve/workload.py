@@ -7,8 +7,9 @@ Lengths, words and gaps have draws of their own: another rate asks the same ques
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -65,13 +66,13 @@ class Lengths:
     def draw(self, rng: np.random.Generator) -> int:
         """One length, at least 1 token."""
         first, second = self.numbers[0], self.numbers[-1]
-        drawn = {
+        draws: dict[str, Callable[[], SupportsFloat]] = {
             "uniform": lambda: rng.integers(int(first), int(second) + 1),
             "normal": lambda: rng.normal(first, second),
             "lognormal": lambda: rng.lognormal(np.log(first), second),
             "exponential": lambda: rng.exponential(first),
-        }[self.shape]()
-        return int(min(max(1, round(float(drawn))), MAX_TOKENS))
+        }
+        return int(min(max(1, round(float(draws[self.shape]()))), MAX_TOKENS))
 
 
 class Workload(Value):
