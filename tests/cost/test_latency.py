@@ -18,13 +18,11 @@ from meshwright.core.program import COMPUTE_KINDS, Action
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import MESSAGES, flops_per_s
 from meshwright.cost.flops import hardware_flops, stage_flops
-from meshwright.cost.latency import optimizer_s, stage_costs
+from meshwright.cost.latency import optimizer_s
 from meshwright.cost.network import boundary_link, flat_s, route
-from meshwright.cost.params import local_parameters
-from meshwright.cost.sending import boundaries_s
 from meshwright.cost.step import StageCosts, StepCosts, rank_ends_s, step_terms, step_time
 from meshwright.cost.terms import TimeTerm
-from meshwright.cost.traffic import traffic
+from meshwright.planner.price import Pricer
 from meshwright.schedule.build import program
 from meshwright.schedule.closed_form import bubble_fraction, makespan_s
 from meshwright.sim.clock import simulate
@@ -244,23 +242,7 @@ def test_a_later_stage_reduces_while_earlier_ones_still_run_backward():
 
 
 def costs_of(strategy: Strategy, machines: ClusterSpec, spec: ModelSpec | None = None) -> StepCosts:
-    spec = spec or make_model()
-    at = [{PP: stage, DP: 0, TP: 0} for stage in range(strategy.pp)]
-    return StepCosts(
-        tuple(
-            stage_costs(
-                spec,
-                JOB,
-                strategy,
-                machines,
-                a[PP],
-                traffic(spec, JOB, strategy, a),
-                local_parameters(spec, strategy, a),
-            )
-            for a in at
-        ),
-        boundaries_s(spec, JOB, strategy, machines),
-    )
+    return Pricer(spec or make_model(), machines, JOB).step_costs(strategy)
 
 
 def time_of(strategy: Strategy, machines: ClusterSpec) -> StepTime:

@@ -12,9 +12,9 @@ from meshwright.core.measures import Traffic
 from meshwright.core.profile import Host, Profile
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import EXCHANGE, REDUCTIONS
-from meshwright.cost.latency import stage_costs
 from meshwright.cost.sending import num_waited, seconds_by_phase
 from meshwright.cost.traffic import traffic
+from meshwright.planner.price import Pricer
 from tests.parallel.layouts import cluster, llama, mixture
 
 CALL_S = 1e-3
@@ -54,7 +54,8 @@ def test_what_experts_wait_for_is_named_apart_from_reductions_over_tp(tp: int) -
     strategy = Strategy.model_validate({"dp": 4, "tp": tp, "expert": {"degree": 2, "tensor": tp}})
     model, job, machines = mixture(), Job(seq_length=8, global_batch_size=4), cluster(strategy.world_size)
     sent = traffic(model, job, strategy, dict.fromkeys(MESH_ORDER, 0))
-    found = {term.name: term.seconds for term in stage_costs(model, job, strategy, machines, 0, sent, 1).forward}
+    (stage,) = Pricer(model, machines, job).step_costs(strategy).stages
+    found = {term.name: term.seconds for term in stage.forward}
     exchanged = Traffic({key: row for key, row in sent.rows.items() if key[1:] == (EP, "forward")})
     assert found[EXCHANGE] == pytest.approx(sum(seconds_by_phase(model, strategy, machines, exchanged).values()))
     assert (found[REDUCTIONS] > 0) == (tp > 1)

@@ -12,17 +12,17 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.memory import memory
 from meshwright.cost.traffic import traffic
 from meshwright.planner.enumerate import strategies
-from meshwright.planner.parts import rank_kinds
+from meshwright.planner.parts import first_alike, held_by_rank
 from meshwright.planner.price import Pricer, price
 
 
 def test_stages_of_one_kind():
-    assert rank_kinds(Strategy(pp=1), 8) == (0,)
-    assert rank_kinds(Strategy(pp=4), 8) == (0, 1, 1, 3)
-    assert rank_kinds(Strategy(pp=4), 10) == (0, 1, 1, 3)
-    assert rank_kinds(Strategy(pp=4, layers_per_stage=(2, 3, 1, 4)), 10) == (0, 1, 2, 3)
-    assert rank_kinds(Strategy(pp=5, layers_per_stage=(2, 2, 2, 1, 2)), 9) == (0, 1, 1, 3, 4)
-    assert rank_kinds(Strategy(pp=6), 12, dense=(0, 3)) == (0, 1, 2, 2, 2, 5)
+    assert first_alike(held_by_rank(Strategy(pp=1), 8)) == (0,)
+    assert first_alike(held_by_rank(Strategy(pp=4), 8)) == (0, 1, 1, 3)
+    assert first_alike(held_by_rank(Strategy(pp=4), 10)) == (0, 1, 1, 3)
+    assert first_alike(held_by_rank(Strategy(pp=4, layers_per_stage=(2, 3, 1, 4)), 10)) == (0, 1, 2, 3)
+    assert first_alike(held_by_rank(Strategy(pp=5, layers_per_stage=(2, 2, 2, 1, 2)), 9)) == (0, 1, 1, 3, 4)
+    assert first_alike(held_by_rank(Strategy(pp=6), 12, dense=(0, 3))) == (0, 1, 2, 2, 2, 5)
 
 
 @pytest.mark.parametrize("shape", [{}, {"tied_embeddings": True, "vocab_size": 97}, {"num_layers": 7}])

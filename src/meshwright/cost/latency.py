@@ -18,47 +18,17 @@ from dataclasses import dataclass
 
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
-from meshwright.core.measures import Traffic
-from meshwright.core.model import ModelSpec
 from meshwright.core.precision import NUM_MOMENTS
-from meshwright.core.profile import OWN, Stack
+from meshwright.core.profile import Stack
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
-from meshwright.cost.compute import Collectives, Compute, Passes, stage_compute
+from meshwright.cost.compute import Collectives, Compute, Passes
 from meshwright.cost.memory import moved_units
 from meshwright.cost.offload import OffloadForecast, TierSeconds, streamed_s, tier_seconds
-from meshwright.cost.sending import of_attention, of_experts, seconds_by_phase, transfers_s
+from meshwright.cost.sending import of_attention, of_experts, transfers_s
+from meshwright.cost.setting import Setting
 from meshwright.cost.step import StageCosts
 from meshwright.cost.terms import TimeTerm, total_s
-
-
-def stage_costs(
-    model: ModelSpec,
-    job: Job,
-    strategy: Strategy,
-    cluster: ClusterSpec,
-    stage: int,
-    sent: Traffic,
-    num_parameters: int,
-    moved: OffloadForecast | None = None,
-    stack: Stack = OWN,
-) -> StageCosts:
-    """Price a stage.
-
-    Args:
-        moved: what the rank offloads.
-        sent: what a rank of the stage sends in one step, as from :func:`meshwright.cost.traffic.traffic`; where it has
-            several stages, of what each micro-batch sends this stage's part alone.
-        num_parameters: elements of the parameters that the rank holds, with all its stages.
-        stack: the software that runs it.
-
-    Raises InputError where the cluster states no peak for the strategy's compute dtype.
-    """
-    phases = seconds_by_phase(model, strategy, cluster, sent, stack)
-    compute = stage_compute(model, job, strategy, cluster, stage, in_layers(strategy, phases), stack)
-    reductions = sum(row.calls for (_, _, phase), row in sent.rows.items() if phase == "gradients")
-    states = RankStates(num_parameters, moved=moved)
-    return joined_costs(model, job, strategy, cluster, stage, compute, Sent(phases, reductions), states, stack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +60,21 @@ def in_layers(strategy: Strategy, phases: Mapping[str, float]) -> Collectives:
     return Collectives(*(Passes(*seconds) for seconds in kinds))
 
 
-def joined_costs(
-    model: ModelSpec,
-    job: Job,
-    strategy: Strategy,
-    cluster: ClusterSpec,
-    stage: int,
-    compute: Compute,
-    sent: Sent,
-    states: RankStates,
-    stack: Stack,
+def stage_costs(
+    setting: Setting, strategy: Strategy, stage: int, compute: Compute, sent: Sent, states: RankStates
 ) -> StageCosts:
-    """A stage from its parts: :func:`stage_costs` for who has what it computes, and what is sent, already."""
+    """Price a stage.
+
+    Args:
+        compute: what it computes for a micro-batch, as from :func:`meshwright.cost.compute.stage_compute`.
+        sent: what a rank of the stage sends in one step; where it has several stages, of what each micro-batch sends
+            this stage's part alone.
+        states: what the rank updates, with all its stages.
+    """
+    job, cluster, stack = setting.job, setting.cluster, setting.stack
     phases, moved = sent.seconds, states.moved
     m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
-    moves = _moves(model, job, strategy, cluster, stage, compute, phases, moved, stack)
+    moves = _moves(setting, strategy, stage, compute, phases, moved)
     update_s = strategy.num_updates * stack.optimizer_passes
     update_s *= optimizer_s(states.num_parameters, job, strategy, cluster, states.num_spread)
     step_s = stack.step_s + (cluster.device.profile.host.step_s if cluster.device.profile else 0.0)
@@ -156,55 +126,49 @@ class _Moves:
 
 
 def _moves(
-    model: ModelSpec,
-    job: Job,
+    setting: Setting,
     strategy: Strategy,
-    cluster: ClusterSpec,
     stage: int,
     compute: Compute,
     phases: Mapping[str, float],
     moved: OffloadForecast | None,
-    stack: Stack,
 ) -> _Moves:
-    m, per_rank = strategy.micro_batches_per_stage, strategy.stages_per_rank
-    num_blocks = len(strategy.stage_layers(model.num_layers)[stage]) + 1
+    cluster, m, per_rank = setting.cluster, strategy.micro_batches_per_stage, strategy.stages_per_rank
+    num_blocks = len(strategy.stage_layers(setting.model.num_layers)[stage]) + 1
     tiers = tier_seconds(moved, cluster) if moved else TierSeconds()
     gathered_s = phases.get("gather", 0.0) / per_rank
     gathers_s, reads_s = _gathers_s(gathered_s, strategy), _gathers_s(tiers.gathers_s / per_rank, strategy)
     windows = (total_s(compute.forward), total_s(compute.backward))
     fetches = [
-        _gathering(gather_s, read_s, compute_s, num_blocks, strategy, _slowdown(cluster, stack))
+        _gathering(gather_s, read_s, compute_s, num_blocks, strategy, _slowdown(cluster, setting.stack))
         for gather_s, read_s, compute_s in zip(gathers_s, reads_s, windows, strict=True)
     ]
     sums_s = tiers.sums_s / (m * per_rank)
     sums = (TimeTerm("offloaded gradients", sums_s),) if strategy.offload.gradients != "none" else ()
-    waits = _blocking(model, job, strategy, cluster, stage, stack)
-    away = [_moving(model, job, strategy, cluster, stage, compute_s) for compute_s in windows]
+    waits = _blocking(setting, strategy, stage)
+    away = [_moving(setting, strategy, stage, compute_s) for compute_s in windows]
     return _Moves((*fetches[0], *away[0], *waits), (*fetches[1], *sums, *away[1], *waits), gathers_s[1])
 
 
-def _moving(
-    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stage: int, compute_s: float
-) -> tuple[TimeTerm, ...]:
+def _moving(setting: Setting, strategy: Strategy, stage: int, compute_s: float) -> tuple[TimeTerm, ...]:
     """What the copies of kept activations add, one way: of the first unit all, of the others what they take longer than
     what runs meanwhile. CPU ranks copy by themselves, and hide nothing."""
-    speed = cluster.tier_bytes_per_s("cpu")
+    speed = setting.cluster.tier_bytes_per_s("cpu")
     if not strategy.offload.moves_activations or speed is None:
         return ()
-    num_units, num_bytes = moved_units(model, job, strategy, stage)
+    num_units, num_bytes = moved_units(setting.model, setting.job, strategy, stage)
     seconds = num_bytes / speed[0]
-    hides = cluster.backend != "gloo" and num_units > 0
+    hides = setting.cluster.backend != "gloo" and num_units > 0
     hidden_s = min(seconds, compute_s) * (1 - 1 / num_units) if hides else 0.0
     return (TimeTerm("offloaded activations", seconds - hidden_s),)
 
 
-def _blocking(
-    model: ModelSpec, job: Job, strategy: Strategy, cluster: ClusterSpec, stage: int, stack: Stack
-) -> tuple[TimeTerm, ...]:
+def _blocking(setting: Setting, strategy: Strategy, stage: int) -> tuple[TimeTerm, ...]:
     """The transfer that a rank waits for, each way: sending on and receiving the next go together."""
+    stack = setting.stack
     if stack.transfers == "beside" or strategy.pp == 1:
         return ()
-    crossed_s = transfers_s(model, job, strategy, cluster, stack)
+    crossed_s = transfers_s(setting.model, setting.job, strategy, setting.cluster, stack)
     beside = crossed_s[max(0, stage - 1) : stage + 1]
     return (TimeTerm("transfers", max(beside) + stack.transfer_s),)
 

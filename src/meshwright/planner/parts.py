@@ -28,10 +28,11 @@ from meshwright.core.profile import OWN, Stack
 from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Compute, stage_compute
 from meshwright.cost.in_flight import Instant, fullest_ranks, instants
-from meshwright.cost.latency import RankStates, Sent, in_layers, joined_costs
+from meshwright.cost.latency import RankStates, Sent, in_layers, stage_costs
 from meshwright.cost.memory import Activations, constant_memory, held_activations
 from meshwright.cost.offload import offload_forecast
 from meshwright.cost.sending import boundaries_s, seconds_by_phase
+from meshwright.cost.setting import Setting
 from meshwright.cost.stack_memory import with_stack
 from meshwright.cost.step import StageCosts, StepCosts
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
@@ -84,12 +85,8 @@ def held_by_rank(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = (
     return tuple(tuple(of(stage, rank) for stage in own) for rank, own in enumerate(strategy.stages_by_rank))
 
 
-def rank_kinds(strategy: Strategy, num_layers: int, dense: tuple[int, ...] = ()) -> tuple[int, ...]:
+def first_alike(held: Iterable[object]) -> tuple[int, ...]:
     """For each pipeline rank the first that holds as much (:func:`held_by_rank`)."""
-    return _firsts(held_by_rank(strategy, num_layers, dense))
-
-
-def _firsts(held: Iterable[object]) -> tuple[int, ...]:
     first: dict[object, int] = {}
     return tuple(first.setdefault(one, rank) for rank, one in enumerate(held))
 
@@ -177,7 +174,7 @@ class Parts:
             (layout, directions, is_tied_apart, one, (s.stage_ranks, rank) if by_itself else ())
             for rank, one in enumerate(held)
         ]
-        return tuple(self._places.setdefault(key, len(self._places)) for key in keys), _firsts(held)
+        return tuple(self._places.setdefault(key, len(self._places)) for key in keys), first_alike(held)
 
     def held(self, s: Strategy, rank: int) -> Held:
         """Buckets of the first device of a pipeline rank."""
@@ -236,13 +233,12 @@ class Parts:
         def find() -> tuple[StageCosts, ...]:
             held, once = self.held(s, rank), self.once(s, rank).sent
             moved = offload_forecast(s, self.job.optimizer, held.buckets) if s.offload.is_used else None
-            states, costs = RankStates(held.num_parameters, held.num_spread, moved), []
+            states, costs = RankStates(held.num_parameters, held.num_spread, moved), list[StageCosts]()
+            setting = Setting(self.model, self.job, self.cluster, self.stack)
             for stage in s.rank_stages(rank):
                 phases, compute = self.stage(s, stage)
                 sent = Sent({**phases, **once.seconds}, once.num_reductions)
-                costs.append(
-                    joined_costs(self.model, self.job, s, self.cluster, stage, compute, sent, states, self.stack)
-                )
+                costs.append(stage_costs(setting, s, stage, compute, sent, states))
             return tuple(costs)
 
         keys = self.keys(s)

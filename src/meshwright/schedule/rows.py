@@ -77,10 +77,6 @@ class CountedRow:
         """Written so far."""
         return self._num_forwards[stage]
 
-    def num_backwards(self, stage: int) -> int:
-        """Written so far, whole or split."""
-        return self._num_backwards[stage]
-
     def up_to(self, num_micro_batches: int) -> tuple[Action, ...]:
         """The row without later micro-batches: a legal order stays legal where whole micro-batches are left out."""
         return tuple(action for action in self._actions if (action.micro_batch or 0) < num_micro_batches)
