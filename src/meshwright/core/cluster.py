@@ -12,6 +12,8 @@ from meshwright.core.values import MAX_SIZE, Value
 MAX_DEVICES = 1_000_000
 """Of a cluster: all ways to split it are enumerated."""
 
+DRIVER_SHARE = 0.0106
+"""Of a device's memory, that no job gets: of an A100's 80 GiB, CUDA offers 79.15 (PyTorch's own messages)."""
 
 Tier = Literal["none", "cpu", "disk"]
 """Where something offloaded lies: nowhere, in the memory of the host, on a disk."""
@@ -32,6 +34,11 @@ class Device(Value):
     reaches while all of them work: while others wait, it is faster."""
     profile: Profile | None = None
     """What its kernels reach of them, measured; None where nobody has."""
+
+    @property
+    def offered_memory_bytes(self) -> int:
+        """What the driver leaves of its memory."""
+        return int((1 - DRIVER_SHARE) * self.memory_bytes)
 
 
 class Link(Value):

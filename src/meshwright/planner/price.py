@@ -26,9 +26,6 @@ from meshwright.sim.clock import simulate
 MAX_CELLS = 2**15
 """Stages × micro-batches of a timetable that is replayed or drawn; of a longer one the closed form must do."""
 
-DRIVER_SHARE = 0.0106
-"""Of a device's memory, that no job gets: of an A100's 80 GiB, CUDA offers 79.15 (PyTorch's own messages)."""
-
 
 def is_long(strategy: Strategy) -> bool:
     """Whether the timetable has more than `MAX_CELLS` cells."""
@@ -185,9 +182,7 @@ class Pricer:
 def _room(cluster: ClusterSpec, stack: Stack) -> Room:
     """All that the driver leaves of the device's memory where the stack says what it takes beside the job."""
     return Room(
-        usable_memory_bytes=int((1 - DRIVER_SHARE) * cluster.device.memory_bytes)
-        if stack.context_bytes
-        else cluster.usable_memory_bytes,
+        usable_memory_bytes=cluster.device.offered_memory_bytes if stack.context_bytes else cluster.usable_memory_bytes,
         host_is_device=cluster.host_is_device,
         host_limit_bytes=_share(cluster.host_memory_bytes, cluster),
         disk_limit_bytes=_share(cluster.disk_bytes, cluster),
