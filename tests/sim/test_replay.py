@@ -8,7 +8,8 @@ import pytest
 
 from meshwright.core.program import COMPUTE_KINDS, Kind
 from meshwright.core.schedule import schedules
-from meshwright.schedule.build import program
+from meshwright.core.strategy import Strategy
+from meshwright.schedule.build import build_program, program, timed_program
 from meshwright.sim.clock import simulate
 from meshwright.sim.replay import Replay
 
@@ -28,11 +29,21 @@ class Costs:
 
 @pytest.mark.parametrize("name", [name for name, schedule in schedules().items() if not schedule.is_asynchronous])
 def test_a_replay_ends_when_the_clock_does(name: str) -> None:
-    replayed = program(name, 4, 8)
-    replay = Replay(replayed)
+    whole, strategy = program(name, 4, 8), Strategy(pp=4, num_micro_batches=8, schedule=name)
+    replay, of_whole = Replay(timed_program(strategy)), Replay(whole)
     for seed in range(4):
         costs = Costs(seed)
-        rows = simulate(replayed, costs).events
+        rows = simulate(whole, costs).events
         expected = [max(event.end_s for event in row if event.action.kind in COMPUTE_KINDS) for row in rows]
-        assert replay.ends_s(costs) == expected
+        assert replay.ends_s(costs) == of_whole.ends_s(costs) == expected
+    assert replay.ends_s(Costs(0)) != replay.ends_s(Costs(1))
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in schedules().items() if schedule.is_asynchronous])
+def test_what_a_table_without_an_end_sends_goes_right_behind_what_it_makes(name: str) -> None:
+    strategy = Strategy(pp=4, num_micro_batches=4, schedule=name)
+    replay, of_whole = Replay(timed_program(strategy)), Replay(build_program(strategy))
+    for seed in range(4):
+        costs = Costs(seed)
+        assert replay.ends_s(costs) == of_whole.ends_s(costs)
     assert replay.ends_s(Costs(0)) != replay.ends_s(Costs(1))

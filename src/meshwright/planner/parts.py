@@ -37,7 +37,7 @@ from meshwright.cost.stack_memory import with_stack
 from meshwright.cost.step import StageCosts, StepCosts
 from meshwright.cost.traffic import micro_batch_traffic, stages_traffic, step_traffic
 from meshwright.cost.unit_memory import unit_memory
-from meshwright.schedule.build import build_program
+from meshwright.schedule.build import timed_program
 from meshwright.sim.replay import Replay
 
 Key = tuple[object, ...]
@@ -210,7 +210,7 @@ class Parts:
     def replay(self, s: Strategy) -> Replay:
         """Its timetable, ready for the clock."""
         key = "replay", s.pipeline_schedule, s.pipeline
-        return self._once(key, lambda: Replay(build_program(s)))
+        return self._once(key, lambda: Replay(timed_program(s)))
 
     def step_costs(self, s: Strategy) -> StepCosts:
         """Prices of every stage and every stage boundary."""

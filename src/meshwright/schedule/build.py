@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.core.errors import ProgramError
 from meshwright.core.program import Program
 from meshwright.core.schedule import PipelineSize, Schedule, find_schedule
@@ -66,11 +68,23 @@ def build_program(strategy: Strategy) -> Program:
     Of an asynchronous schedule, the program of so many steps that the last is one like all that follow, and of what
     it leaves under way.
     """
-    is_endless, size = strategy.pipeline_schedule.is_asynchronous, strategy.pipeline
-    num_steps = first_steady(size) + 1 if is_endless else 1
+    size, num_steps = strategy.pipeline, _num_steps(strategy)
     return program(
         strategy.schedule, size.num_ranks, size.num_micro_batches, num_chunks=size.num_chunks, num_steps=num_steps
     )
+
+
+def timed_program(strategy: Strategy) -> Program:
+    """What takes time of :func:`build_program`, for :class:`meshwright.sim.replay.Replay`, which sends by itself; of a
+    table of one's own all, since it may say when it sends."""
+    schedule = strategy.pipeline_schedule
+    if schedule.file:
+        return build_program(strategy)
+    return order_program(schedule, replace(strategy.pipeline, num_steps=_num_steps(strategy)))
+
+
+def _num_steps(strategy: Strategy) -> int:
+    return first_steady(strategy.pipeline) + 1 if strategy.pipeline_schedule.is_asynchronous else 1
 
 
 def first_steady(size: PipelineSize) -> int:

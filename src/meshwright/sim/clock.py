@@ -67,7 +67,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class _Step:
     """What actions of one kind and stage do, for the clock. Times are listed by micro-batch."""
 
     duration_s: float
@@ -85,14 +85,9 @@ class Clock:
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.events: list[list[Event]] = [[] for _ in program.rows]
-        lanes = _lanes(program)
+        lanes = lanes_of(program)
         self._steps = _steps(program, costs, lanes)
-        self.num_lanes = program.num_ranks + len(lanes)
-        self._free_s = [0.0] * self.num_lanes
-
-    def step(self, action: Action) -> Step:
-        """What an action does."""
-        return self._steps[action.stage][action.kind]
+        self._free_s = [0.0] * (program.num_ranks + len(lanes))
 
     def attempt(self, rank: int, action: Action) -> bool:
         step = self._steps[action.stage][action.kind]
@@ -111,7 +106,7 @@ class Clock:
         return True
 
 
-def _lanes(program: Program) -> dict[tuple[int, int], int]:
+def lanes_of(program: Program) -> dict[tuple[int, int], int]:
     """(sending rank, receiving rank) → lane, for each link that the stages' boundaries use; behind the ranks' own."""
     ranks = program.stage_ranks
     ways = ((ranks[a], ranks[b]) for a in range(program.num_stages) if (b := program.next_stage(a)) is not None)
@@ -119,7 +114,7 @@ def _lanes(program: Program) -> dict[tuple[int, int], int]:
     return {link: program.num_ranks + index for index, link in enumerate(links)}
 
 
-def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) -> list[dict[Kind, Step]]:
+def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) -> list[dict[Kind, _Step]]:
     """`[stage][kind]`. At the last stage the way turns round: its backward starts from its own forward."""
     ranks = program.stage_ranks
     inputs = [_unknown(program) for _ in ranks]
@@ -127,7 +122,7 @@ def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) ->
     bare = not any(action.kind in SEND_KINDS for row in program.rows for action in row)
     durations = _durations(program, costs)
 
-    def steps(stage: int) -> dict[Kind, Step]:
+    def steps(stage: int) -> dict[Kind, _Step]:
         rank, above, below = ranks[stage], program.next_stage(stage), program.previous_stage(stage)
         into = None if below is None else inputs[stage]
         up = None if above is None else inputs[above]
@@ -143,7 +138,7 @@ def _steps(program: Program, costs: Costs, lanes: dict[tuple[int, int], int]) ->
         }
         lane = {Kind.SEND_F: lanes.get((rank, to_above), rank), Kind.SEND_B: lanes.get((rank, to_below), rank)}
         return {
-            kind: Step(durations[stage].get(kind, 0.0), lane.get(kind, rank), *flows.get(kind, (None, None)))
+            kind: _Step(durations[stage].get(kind, 0.0), lane.get(kind, rank), *flows.get(kind, (None, None)))
             for kind in Kind
         }
 
