@@ -30,7 +30,11 @@ class Replay:
         recorder = _Recorder(program)
         walk(program, recorder)
         self._moves, self._timed = recorder.moves, tuple(recorder.durations)
-        self._num_lanes, self._num_ranks, self._num_times = recorder.num_lanes, program.num_ranks, len(recorder.is_there)
+        self._num_lanes, self._num_ranks, self._num_times = (
+            recorder.num_lanes,
+            program.num_ranks,
+            len(recorder.is_there),
+        )
 
     def ends_s(self, costs: Costs) -> list[float]:
         """When each rank ends its last compute action, in seconds."""
