@@ -145,6 +145,20 @@ def test_log_probabilities():
         assert [token for token, _ in one.top] == expected[at].topk(3).indices.tolist()
 
 
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+def test_log_probabilities_of_a_prompt_that_is_preempted_halfway_come_once(preempt: str):
+    model = random_model(SPECS["llama"], torch.float64)
+    first, prompt = prompts_of(model, 4, 16)
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=0, prompt_logprobs=True)
+    engine = make(model, num_blocks=6, step_tokens=3, preempt=preempt)
+    longer = SamplingParams(max_tokens=12, temperature=0)
+    found = engine.generate([first, prompt], [longer, params])[1][0].prompt_logprobs
+    assert engine.scheduler.counts.preemptions == 1
+    alone = make(model).generate([prompt], params)[0][0].prompt_logprobs
+    assert [one.token for one in found] == [one.token for one in alone] == prompt[1:]
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in alone], abs=1e-9)
+
+
 def test_stop_strings_and_end_tokens():
     model, tokenizer = random_model(SPECS["llama"]), byte_level()
     (prompt,) = prompts_of(model, 4)

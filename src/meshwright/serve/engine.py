@@ -476,10 +476,14 @@ class Engine:
 
 
 def _of_prompt(chunk: Chunk, logits: torch.Tensor) -> tuple[Logprobs, ...]:
-    """Of the tokens that follow the chunk's in the prompt."""
-    prompt, num_top = chunk.sequence.prompt, chunk.sequence.params.logprobs or 0
-    following = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
-    return tuple(logprobs_of(row, token, num_top) for row, token in zip(logits, following, strict=False))
+    """Of the tokens that follow the chunk's in the prompt, but for those that were told before a preemption."""
+    sequence, end = chunk.sequence, chunk.start + chunk.count
+    first = max(chunk.start, sequence.num_told)
+    sequence.num_told = max(end, first)
+    num_top, following = sequence.params.logprobs or 0, sequence.prompt[first + 1 : end + 1]
+    return tuple(
+        logprobs_of(row, token, num_top) for row, token in zip(logits[first - chunk.start :], following, strict=False)
+    )
 
 
 def _mesh(strategy: Strategy) -> Mesh:

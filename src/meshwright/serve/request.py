@@ -138,6 +138,8 @@ class Sequence:
     """Tokens whose keys and values those hold."""
     num_cached: int = 0
     """Tokens of the prompt that the prefix cache had when the sequence first started."""
+    num_told: int = 0
+    """Tokens of the prompt after which log probabilities were reported, where they are asked for."""
     num_preemptions: int = 0
     arrived_s: float = 0.0
     """On the scheduler's clock."""
