@@ -48,6 +48,7 @@ from meshwright.core.axes import (
     rank_of,
 )
 from meshwright.core.errors import InputError, RankError
+from meshwright.core.sources import num_cores
 
 DEFAULT_TIMEOUT_S = 300.0
 MESSAGE_AXES = (PP, CP)
@@ -90,6 +91,8 @@ def start(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         return
     backend, timeout = ("gloo" if device == "cpu" else "nccl"), timedelta(seconds=timeout_s)
     if "WORLD_SIZE" not in os.environ:
+        if torch.get_num_threads() > num_cores():  # PyTorch knows nothing of a control group's share
+            torch.set_num_threads(num_cores())
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -18,9 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from meshwright.core.cgroups import limits
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError
 from meshwright.core.hf_config import from_hf_config
@@ -219,28 +221,21 @@ class Machine:
     memory_bytes: int
 
 
-def num_cores() -> int:
-    """CPU cores that this process may use."""
+def num_cores(root: Path = Path("/")) -> int:
+    """CPU cores that this process may use: those it may run on, or what its control group has of them, rounded up.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min(cores, ceil(limits(root).num_cores or cores)))
 
 
-def this_machine() -> Machine:
-    """Cores and memory of this machine, or of the container's share of it."""
+def this_machine(root: Path = Path("/")) -> Machine:
+    """Cores and memory of this machine, or of the container's share of it. `root` as of :func:`num_cores`."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(num_cores(), min(memory_bytes, _container_limit_bytes() or memory_bytes))
-
-
-def _container_limit_bytes() -> int | None:
-    """The memory limit of the control group, where there is one."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
+    return Machine(num_cores(root), min(memory_bytes, limits(root).memory_bytes or memory_bytes))
 
 
 def local_cluster(num_ranks: int, machine: Machine) -> ClusterSpec:
