@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from llguidance import LLMatcher
 from pydantic import ValidationError
 
 from meshwright.core.errors import InputError
-from meshwright.serve import api
+from meshwright.serve import api, grammar
 from meshwright.serve.answering import Answering
 from meshwright.serve.api import ChatBody, CompletionBody, DetokenizeBody
 from meshwright.serve.app import make_app
@@ -57,6 +58,24 @@ def test_a_schema_without_an_end_fails_its_own_request(served: Running):
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
     assert post(served, "/v1/completions", GOOD).status_code == 200
     assert settles(served)
+
+
+def test_a_schema_is_made_once_whatever_the_number_of_answers(served: Running, monkeypatch: pytest.MonkeyPatch):
+    """And not in the thread of the engine, where all streams would wait for it."""
+    made: list[str] = []
+
+    def watched(*given: Any, **more: Any) -> LLMatcher:
+        made.append(threading.current_thread().name)
+        return LLMatcher(*given, **more)
+
+    watched.grammar_from_json_schema, watched.validate_grammar = LLMatcher.grammar_from_json_schema, lambda *_: ""
+    monkeypatch.setattr(grammar, "LLMatcher", watched)
+    form = schema_form({"enum": ["one", "two", "three"]})
+    body = {"prompt": ["a", "b"], "n": 4, "temperature": 5, "max_tokens": 40, "response_format": form}
+    texts = [choice["text"] for choice in post(served, "/v1/completions", body).json()["choices"]]
+    assert {*texts} <= {'"one"', '"two"', '"three"'}
+    assert len({*texts}) > 1, "answers are followed one by one"
+    assert [name.partition("_")[0] for name in made] == ["grammar"]
 
 
 def test_methods(served: Running):
@@ -132,7 +151,7 @@ def test_millions_of_wrong_items_are_one_mistake():
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "`messages.0.content`: write a text, or a list of parts .*; pictures and sound cannot be read"),
         ("/v1/embeddings", {}, "POST /v1/embeddings is not served here; there are /, /detokenize, /health"),
-        ("/health", {}, "POST /health: use GET"),
+        ("/health", {}, "POST /health: use GET or HEAD"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_as_one(served: Running, path: str, body: Any, says: str):

@@ -159,7 +159,7 @@ async def _failed(_: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = ascii(f"{request.method} {request.url.path[:80]}")[1:-1]
-    allowed = Headers(error.headers).get("allow")
+    allowed = " or ".join(sorted(Headers(error.headers).get("allow", "").split(", ")))
     messages = {
         HTTPStatus.NOT_FOUND: f"{asked} is not served here; there are {', '.join(_paths(request.app))}",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{asked}: use {allowed}",
@@ -261,7 +261,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 async def _answer(request: Request, service: Service, talk: Conversation) -> Response:
-    matchers = await asyncio.to_thread(service.grammars.matchers, talk.params.grammar)
+    matchers = None if talk.params.grammar is None else await service.grammars.make(talk.params.grammar)
     service.check_room(talk.params.n * len(talk.prompts))  # once more: others may have come meanwhile
     answering = Answering(service.loop, talk, matchers)
     if talk.body.stream:

@@ -5,7 +5,9 @@ Source: Koo et al. 2024 (automata over tokens); the library is https://github.co
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,12 @@ _COMPACT: Any = {"whitespace_flexible": False}
 class Matcher:
     """Follows one answer through its grammar."""
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def again(self) -> Matcher:
+        """Another one, as far as this one is: a grammar may take seconds to make, and its copy takes none."""
+        return Matcher(self._matcher.deep_copy())
 
     @property
     def is_done(self) -> bool:
@@ -65,15 +71,18 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_tokens = sorted(end_tokens)
         self._tokenizer: LLTokenizer | None = None
+        self._thread = ThreadPoolExecutor(1, "grammar")
 
-    def matchers(self, schema: str | None) -> Callable[[], Any] | None:
-        """Makes what follows a JSON schema, one for each answer; None for no schema.
+    async def make(self, schema: str) -> Callable[[], Any]:
+        """As :meth:`matchers`, in a thread of its own: nobody who asks without a schema waits behind one."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.matchers, schema)
+
+    def matchers(self, schema: str) -> Callable[[], Any]:
+        """Makes what follows a JSON schema, one for each answer.
 
         Raises:
             InputError: a schema that is none, or of a kind that cannot be followed; a model without end token.
         """
-        if schema is None:
-            return None
         tokenizer = self._made()
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, _COMPACT)
@@ -81,11 +90,11 @@ class Grammars:
             raise InputError(f"response_format: {_line(error)}") from None
         if fault := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InputError(f"response_format: {_line(fault)}")
-        first = Matcher(tokenizer, grammar)
+        first = Matcher(LLMatcher(tokenizer, grammar, log_level=0))
         first.mask(torch.zeros(self._vocab_size))
         if first.fault is not None:
             raise InputError(first.fault)
-        return lambda: Matcher(tokenizer, grammar)
+        return first.again
 
     def _made(self) -> LLTokenizer:
         if self._source is None or not self._end_tokens:
