@@ -33,9 +33,9 @@ def limits(root: Path = Path("/")) -> Limits:
         root: where `proc` and `sys` are.
     """
     groups = list(_groups(root))
-    memories = [value for group in groups if (value := _memory_bytes(group)) is not None]
-    cores = [value for group in groups if (value := _num_cores(group)) is not None]
-    return Limits(min(memories, default=None), min(cores, default=None))
+    memories = [found for group in groups if (found := _memory_bytes(group)) is not None]
+    shares = [share for group in groups if (share := _num_cores(group)) is not None]
+    return Limits(min(memories, default=None), min(shares, default=None))
 
 
 def _groups(root: Path) -> Iterator[Path]:
@@ -46,8 +46,8 @@ def _groups(root: Path) -> Iterator[Path]:
         if ".." not in path.split("/"):  # outside of what is mounted
             paths |= dict.fromkeys(controllers.split(","), PurePosixPath(path.lstrip("/")))
     for controller in CONTROLLERS:
-        path = paths[controller]
-        for inner in (path, *path.parents) if path.parts else (path,):
+        own = paths[controller]
+        for inner in (own, *own.parents):
             yield root / "sys/fs/cgroup" / controller / inner
 
 
