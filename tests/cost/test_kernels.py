@@ -11,6 +11,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.cost.compute import Collectives, Passes, stage_compute
 from meshwright.cost.flops import layer_forward_terms, total_flops
 from meshwright.cost.kernels import layer_kernels, rates
+from meshwright.cost.sending import transfers_s
 from meshwright.cost.terms import total_s
 from meshwright.planner.price import Pricer
 from tests.shapes import make_model
@@ -140,6 +141,17 @@ def test_what_a_stack_holds_is_named_and_added():
     parameters = own.parameters_bytes // 2
     expected = 1e9 + (2 * parameters + outputs) + 0.1 * (own.total_bytes + 2 * parameters + outputs)
     assert more == pytest.approx(expected, rel=0.01)
+
+
+def test_deepspeeds_pipeline_divides_over_tp_what_a_stage_sends():
+    """Eight ranks of a node that each sent all would share its network."""
+    model = make_model(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=16384)
+    job, cluster = Job(seq_length=2048, global_batch_size=8), load_cluster("2x8xa100")
+    strategy = Strategy(tp=8, pp=2, num_micro_batches=4, micro_batch_size=2, precision="fp16")
+    stack = stack_of("bloom_prequel")
+    blocked = stack.model_copy(update={"transfers": "blocking"})
+    (divided_s,), (whole_s,) = (transfers_s(model, job, strategy, cluster, which) for which in (stack, blocked))
+    assert divided_s < 0.5 * whole_s
 
 
 def test_the_stack_with_most_words_is_meant():
