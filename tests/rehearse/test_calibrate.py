@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
 from meshwright.core.cluster import ClusterSpec, Link
 from meshwright.core.profile import Server
@@ -35,7 +37,7 @@ def measured(*found: m.Call) -> m.Measured:
     products = (("fp32", 100, 100, 100, 2e6 / 1e10), ("fp32", 10, 10, 10, 2e3 / 5e9))
     flops = {s: 2 * m.HEADS * m.HEAD_DIM * s * s for s in m.LENGTHS}
     attention = tuple((s, flops[s] / (RATE * s / (s + HALF_KEYS))) for s in m.LENGTHS)
-    return m.Measured(products, 5e9, attention, found, 1.25)
+    return m.Measured(products, 5e9, 2e9, attention, found, 1.25)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -72,6 +74,23 @@ def test_the_device_is_what_its_kernels_reached() -> None:
     assert profile.server == Server()
 
 
+def test_offloaded_states_pass_at_the_speed_of_copies_to_the_host() -> None:
+    found = calibrated(cluster(2), measured(), "here")
+    assert ClusterSpec.from_toml(found.to_toml()).tier_bytes_per_s("cpu") == (2e9, 2e9)
+    assert found.host_is_device  # its speed says nothing of its size
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.0])
+def test_a_copy_there_and_back_counts_both_ways(seconds: float) -> None:
+    class Stopwatch:
+        device, is_gpu = torch.device("cpu"), False
+
+        def seconds(self, call: object) -> float:
+            return seconds
+
+    assert m._host_bytes_per_s(Stopwatch()) == 2 * 4 * m.STREAM_NUMEL / seconds
+
+
 def test_what_a_server_takes_is_in_the_file_as_it_was_measured() -> None:
     rows = (("fp32", 1, 2e9), ("bf16", 16, 5e10))
     server = Server(few_rows=rows, step_s=1e-3, layer_s=2e-4, sequence_s=3e-5)
@@ -82,7 +101,7 @@ def test_what_a_server_takes_is_in_the_file_as_it_was_measured() -> None:
 
 
 def test_attention_that_is_slower_on_long_sequences_is_taken_as_it_is() -> None:
-    slow = m.Measured(measured().products, 5e9, ((256, 1e-3), (1024, 1e-1)), (), 1.0)
+    slow = m.Measured(measured().products, 5e9, 2e9, ((256, 1e-3), (1024, 1e-1)), (), 1.0)
     profile = calibrated(cluster(2), slow, "here").device.profile
     assert profile is not None
     assert profile.attention_half_keys == 0.0
@@ -106,6 +125,7 @@ def test_ranks_measure_every_figure_of_both_links_and_agree(ranks) -> None:
         (p, link) for p in ("all_reduce", "reduce_scatter", "all_gather", "send") for link in ("intra", "inter")
     }
     assert all(call.seconds > 0 for call in first.calls)
+    assert 0 < first.host_bytes_per_s < math.inf
     assert 1.0 <= first.overlap_slowdown <= 2.0
     assert {(name, rows) for name, rows, _ in first.server.few_rows} <= set(product(served.DTYPES, served.ROWS))
     assert {("fp32", rows) for rows in served.ROWS} <= {(name, rows) for name, rows, _ in first.server.few_rows}

@@ -90,6 +90,7 @@ def _print(found: ClusterSpec, measured: Measured, steps: Sequence[TimedStep], o
     assert profile is not None
     table.add_row("products of usual shapes reach", f"{profile.matmul_efficiency:.0%} of that")
     table.add_row("memory", f"{format_bytes(round(found.device.memory_bandwidth_bytes_per_s))}/s")
+    table.add_row("copies to the host and back", f"{format_bytes(round(measured.host_bytes_per_s))}/s")
     table.add_row("attention over long sequences", f"{profile.attention_efficiency:.0%} of products")
     server = profile.server
     for dtype, rows, rate in server.few_rows:

@@ -3,6 +3,7 @@
 peak FLOP/s           the best rate of any product of the dtype
 matmul efficiency     median rate of the products, over that
 memory bandwidth      of a stream that reads two arrays and writes one
+host bandwidth        of copies to the host and back
 attention             1 / rate = (1 + half_keys / s) / endless rate, through two lengths
 server                as it was measured, of CPU ranks
 latency, bandwidth    seconds = rounds · latency + bytes on the wire / bandwidth, least squares of relative errors;
@@ -60,7 +61,9 @@ def calibrated(cluster: ClusterSpec, measured: Measured, source: str, cores: flo
         "intra_link": _fitted(cluster.intra_link, [c for c in measured.calls if c.link == "intra"], cluster.backend),
         "inter_link": _fitted(cluster.inter_link, [c for c in measured.calls if c.link == "inter"], cluster.backend),
     }
-    return cluster.model_copy(update={"device": device, **links})
+    return cluster.model_copy(
+        update={"device": device, "host_bandwidth_bytes_per_s": measured.host_bytes_per_s, **links}
+    )
 
 
 def _num_units(cluster: ClusterSpec) -> int:

@@ -2,6 +2,7 @@
 
     products          seconds of [m, k] × [k, n] by dtype and shape          a device's peak, and what training reaches
     streams           seconds to read two arrays and write one               memory bandwidth
+    host              seconds of a copy to the host and back                 what an offloaded state passes
     attention         seconds of fused causal attention, by length           its rate over endless sequences, half keys
     calls             seconds of each collective by size, within a node      latency and bandwidth of both links
                       and across nodes, and of a message between two ranks
@@ -65,6 +66,8 @@ class Measured:
     products: tuple[tuple[str, int, int, int, float], ...]
     """(dtype, m, n, k, seconds)."""
     stream_bytes_per_s: float
+    host_bytes_per_s: float
+    """Of copies to the host and back, one after the other."""
     attention: tuple[tuple[int, float], ...]
     """(tokens, seconds) of one sequence of `HEADS` heads in fp32 (on a GPU bf16), forward."""
     calls: tuple[Call, ...]
@@ -86,7 +89,7 @@ def measure(node_mesh: Mesh, line_mesh: Mesh, budget_s: float, told: Callable[[s
     told("matrix products")
     products = tuple(_products(stopwatch))
     told("memory")
-    stream = _stream_bytes_per_s(stopwatch)
+    stream, host = _stream_bytes_per_s(stopwatch), _host_bytes_per_s(stopwatch)
     told("attention")
     attention = tuple(_attention(stopwatch))
     calls: list[Call] = []
@@ -103,7 +106,7 @@ def measure(node_mesh: Mesh, line_mesh: Mesh, budget_s: float, told: Callable[[s
     if not stopwatch.is_gpu:
         told("a server's products and steps")
         server = measure_server(node_mesh, stopwatch.seconds, stopwatch.mean)
-    return Measured(products, stream, attention, tuple(calls), slowdown, server)
+    return Measured(products, stream, host, attention, tuple(calls), slowdown, server)
 
 
 class _Stopwatch:
@@ -159,6 +162,18 @@ def _products(stopwatch: _Stopwatch) -> list[tuple[str, int, int, int, float]]:
 def _stream_bytes_per_s(stopwatch: _Stopwatch) -> float:
     a, b, out = (torch.ones(STREAM_NUMEL, device=stopwatch.device) for _ in range(3))
     return 3 * a.nbytes / stopwatch.seconds(lambda: torch.add(a, b, out=out))
+
+
+def _host_bytes_per_s(stopwatch: _Stopwatch) -> float:
+    """Of a device's memory to pages of the host that it reaches by itself, as offloaded states lie, and back."""
+    own = torch.ones(STREAM_NUMEL, device=stopwatch.device)
+    away = torch.ones(STREAM_NUMEL, pin_memory=stopwatch.is_gpu)
+
+    def there_and_back() -> None:
+        away.copy_(own, non_blocking=True)
+        own.copy_(away, non_blocking=True)
+
+    return 2 * own.nbytes / stopwatch.seconds(there_and_back)
 
 
 def _attention(stopwatch: _Stopwatch) -> list[tuple[int, float]]:
