@@ -21,6 +21,7 @@ from meshwright.core.placement import param_box
 from meshwright.parallel.grids import apply as grids
 from meshwright.parallel.grids.apply import own_sequences
 from meshwright.parallel.grids.norm import GridNorm
+from meshwright.parallel.grids.summa import Panels
 from meshwright.parallel.loss import Slice, cross_entropy_sum
 from tests.parallel.layouts import llama
 
@@ -103,7 +104,7 @@ def tiny(spec: ModelSpec) -> Tiny:
 def split(spec: ModelSpec, lies: Grid, mesh: Mesh, keeps_operands: bool = True) -> Tiny:
     """The same model with its modules replaced, and its weights cut."""
     model, params = tiny(spec), {p.name: p for p in spec.parameters()}
-    grids.apply(model, spec, lies, mesh, keeps_operands)
+    grids.apply(model, spec, lies, mesh, Panels(), keeps_operands)
     for name, parameter in model.named_parameters():
         box = param_box(spec, params[name], lies, mesh["tp"].index)
         parameter.data = parameter.data[box.slices].clone()

@@ -128,6 +128,30 @@ def test_what_a_rehearsal_cannot_see_is_as_even_or_full_as_in_the_forecast(model
     assert_as_forecast(make_plan(model, **strategy))
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("side", "layout", "vocab", "widest"),
+    [
+        # [tokens, in] and [out, in] of a rank's blocks in the product where they are most together: down; of a large
+        # vocabulary [rows, hidden] and [tokens, rows] of the head; where tokens are few, gate and up
+        (2, {"kind": "2d"}, 29, 18 * (48 + 12)),
+        (2, {"kind": "2d"}, 101, 51 * (48 + 12)),
+        (3, {"kind": "2d"}, 29, 12 * (32 + 8)),
+        (2, {"kind": "2.5d", "depth": 2}, 29, 12 * (24 + 36)),
+    ],
+    ids=["2d", "2d, large head", "2d of nine", "2.5d"],
+)
+def test_panels_of_a_square_are_counted_once(
+    side: int, layout: dict[str, Any], vocab: int, widest: int, recompute: str
+) -> None:
+    """Of both operands of the widest product one block of another rank, or two where there are as many."""
+    tp = side**2 * layout.get("depth", 1)
+    model = llama(hidden_size=24, num_heads=6, num_kv_heads=6, ffn_size=36, num_layers=2, vocab_size=vocab)
+    plan = make_plan(model, tp=tp, tensor=layout, micro_batch_size=12, num_micro_batches=2, recompute=recompute)
+    for rehearsed in assert_as_forecast(plan):
+        assert rehearsed.record.memory.working_bytes == 8 * min(2, side - 1) * widest
+
+
 def measured_on_rank(rank: int, world: int, text: str) -> RankRecord:
     """What a real rank counts in its first step."""
     engine = make_engine(text)
@@ -142,8 +166,9 @@ def measured_on_rank(rank: int, world: int, text: str) -> RankRecord:
         (qwen3(num_layers=3), {"tp": 2, "dp": 2, "zero": 3}),
         (gpt2(num_layers=2), {"pp": 2, "tp": 2, "recompute": "full", "precision": "fp32"}),
         (llama(num_layers=4), {"pp": 2, "schedule": "zb-v", "precision": "bf16"}),
+        (llama(num_layers=2, vocab_size=30), {"tp": 4, "tensor": {"kind": "2d"}, "micro_batch_size": 2}),
     ],
-    ids=["tp zero3", "pp tp recompute", "zb-v bf16"],
+    ids=["tp zero3", "pp tp recompute", "zb-v bf16", "square"],
 )
 def test_real_ranks_measure_the_same(ranks: Callable[..., list[RankRecord]], model: Any, strategy: Any) -> None:
     plan = run_plan(model, **strategy)

@@ -136,8 +136,8 @@ class MemoryBreakdown:
     """Constant tables, such as rotary positions. Memory that a backend takes for calls on their way is not counted."""
 
     working_bytes: int = 0
-    """Blocks that ZeRO-3 has gathered, gradients that ZeRO-2 and 3 have not reduced yet, and the working set of an
-    offloaded update."""
+    """Blocks that ZeRO-3 has gathered, gradients that ZeRO-2 and 3 have not reduced yet, the working set of an
+    offloaded update, and panels of products on square grids."""
     host_bytes: int = 0
     """What is offloaded to the memory of the host. Not a part of the total, which is the device's."""
     disk_bytes: int = 0

@@ -11,6 +11,9 @@ q, k and v are one layer here, and gate and up: their input passes once. In 2D a
 and moves them again. A norm sums one or two numbers a token over the ranks that share its hidden dim; embedding and
 loss as `parallel.grids.embedding` and `parallel.loss` say.
 
+In 2D and 2.5D a product works in panels: of each of the two operands or sums that go round, up to two blocks of other
+ranks, in memory that all products share.
+
 Sources: Xu et al. 2021 (2D), Wang et al. 2021 (2.5D), Bian et al. 2021 (3D).
 """
 
@@ -20,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.core.axes import TP_COL, TP_DEPTH, TP_INPUT, TP_OUTPUT, TP_ROW, TP_WEIGHT
+from meshwright.core.job import Job
 from meshwright.core.layouts import INNER_DIMS, Grid
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
@@ -65,6 +69,21 @@ class Sizes:
     def own_tokens(self) -> int:
         """Of this rank, between the layers."""
         return self.tokens // self.grid.parts(self.grid.batch_axes)
+
+
+def grid_sizes(model: ModelSpec, job: Job, strategy: Strategy, index: int) -> Sizes:
+    """Of the rank at position `index` of tp."""
+    return Sizes(
+        model=model,
+        grid=strategy.grid,
+        tokens=strategy.micro_batch_size * job.seq_length,
+        element_bytes=strategy.recipe.parameter_bytes,
+        statistic_bytes=strategy.recipe.statistic_bytes,
+        index=index,
+        splits_backward=strategy.splits_backward,
+        keeps_operands=strategy.keeps_operands,
+        num_loss_sums=job.num_loss_sums,
+    )
 
 
 def grid_traffic(total: Traffic, sizes: Sizes, strategy: Strategy, stage: int) -> None:
@@ -128,6 +147,17 @@ def linear_calls(sizes: Sizes, out: int, into: int, *, is_second: bool) -> Itera
     yield Call(BACKWARD, "reduce", TP_ROW, x, q)
     yield Call(BACKWARD, "broadcast", TP_ROW, x, q)
     yield Call(BACKWARD, "reduce", TP_COL, weight, q)
+
+
+def panels_bytes(sizes: Sizes, has_head: bool) -> int:
+    """Of the panels of a rank's largest product; a cube has none."""
+    if sizes.grid.kind not in ("2d", "2.5d"):
+        return 0
+    q, hidden = sizes.q, sizes.model.hidden_size // sizes.q
+    most = max(into // q * (sizes.own_tokens + out // q) for out, into, _ in _linears(sizes.model, q))
+    if has_head:
+        most = max(most, even_split(sizes.model.vocab_size, q, 0)[1] * (sizes.own_tokens + hidden))
+    return min(2, q - 1) * most * sizes.element_bytes
 
 
 def _cube_calls(sizes: Sizes, out: int, into: int, is_second: bool) -> Iterator[Call]:

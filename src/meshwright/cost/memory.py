@@ -40,6 +40,7 @@ from meshwright.cost.activations import (
     total_bytes,
 )
 from meshwright.cost.experts import num_statistics
+from meshwright.cost.grids import grid_sizes, panels_bytes
 from meshwright.cost.in_flight import Instant, instants
 from meshwright.cost.offload import offload_forecast
 
@@ -126,11 +127,17 @@ class Activations:
     device_bytes: int
     host_bytes: int
     """What layers keep, where it is offloaded."""
+    panels_bytes: int = 0
+    """Of a grid's products, which all micro-batches share."""
 
     def beside(self, constant: MemoryBreakdown) -> MemoryBreakdown:
         """All that the rank holds."""
-        host_bytes = constant.host_bytes + self.host_bytes
-        return replace(constant, activations_bytes=self.device_bytes, host_bytes=host_bytes)
+        return replace(
+            constant,
+            activations_bytes=self.device_bytes,
+            working_bytes=constant.working_bytes + self.panels_bytes,
+            host_bytes=constant.host_bytes + self.host_bytes,
+        )
 
 
 def activations_by_rank(model: ModelSpec, job: Job, strategy: Strategy, ranks: Iterable[int]) -> Iterator[Activations]:
@@ -152,7 +159,11 @@ def held_activations(
         for s in strategy.rank_stages(rank)
     ]
     moved = (sum(live * stage.moved for live, stage in zip(at.live, stages, strict=True)) for at in fullest)
-    return Activations(max(_held(instant, stages) for instant in fullest), max(moved) if is_moved else 0)
+    return Activations(
+        device_bytes=max(_held(instant, stages) for instant in fullest),
+        host_bytes=max(moved) if is_moved else 0,
+        panels_bytes=panels_bytes(grid_sizes(model, job, strategy, 0), any(stage.is_last for stage in stages)),
+    )
 
 
 def moved_units(model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from meshwright.cost.experts import (
     add_tensor_traffic,
     num_sparse,
 )
-from meshwright.cost.grids import Sizes, grid_traffic
+from meshwright.cost.grids import grid_sizes, grid_traffic
 
 SCALAR_BYTES = 8
 """Counts, norms and losses cross the ranks in float64."""
@@ -69,7 +69,7 @@ def stages_traffic(model: ModelSpec, job: Job, strategy: Strategy, stages: Itera
         if strategy.tensor.kind == "1d":
             _tensor(total, model, job, strategy, stage)
         else:
-            grid_traffic(total, _grid_sizes(model, job, strategy, index), strategy, stage)
+            grid_traffic(total, grid_sizes(model, job, strategy, index), strategy, stage)
         add_exchange_traffic(total, model, job, strategy, stage)
         add_sequence_traffic(total, model, job, strategy, stage)
         _pipeline(total, model, job, strategy, stage)
@@ -106,20 +106,6 @@ def region_bytes(model: ModelSpec, job: Job, strategy: Strategy) -> int:
     """A hidden state as the tp ranks together hold it: what a column-parallel region takes in."""
     parts = strategy.tp if strategy.sequence == "megatron" else 1
     return hidden_bytes(model, job, strategy) * parts
-
-
-def _grid_sizes(model: ModelSpec, job: Job, strategy: Strategy, index: int) -> Sizes:
-    return Sizes(
-        model=model,
-        grid=strategy.grid,
-        tokens=strategy.micro_batch_size * job.seq_length,
-        element_bytes=strategy.recipe.parameter_bytes,
-        statistic_bytes=strategy.recipe.statistic_bytes,
-        index=index,
-        splits_backward=strategy.splits_backward,
-        keeps_operands=strategy.keeps_operands,
-        num_loss_sums=job.num_loss_sums,
-    )
 
 
 def _tensor(total: Traffic, model: ModelSpec, job: Job, strategy: Strategy, stage: int) -> None:

@@ -37,6 +37,7 @@ from meshwright.parallel.dropout import Masks, Part
 from meshwright.parallel.gather import Gatherer
 from meshwright.parallel.grids import apply as grids
 from meshwright.parallel.grids.apply import own_sequences
+from meshwright.parallel.grids.summa import Panels
 from meshwright.parallel.layers import layers_of, part_of
 from meshwright.parallel.loss import Slice, cross_entropy_sum
 from meshwright.parallel.offload import activations
@@ -92,7 +93,6 @@ class ParallelModel:
         self.spec = spec
         self.strategy = strategy
         self.mesh = mesh
-        device = mesh.device
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         weights = None if _is_meta(model) else _plain_weights(model, spec)
         pipeline.cut(model, spec, strategy, mesh[PP].index)
@@ -100,16 +100,17 @@ class ParallelModel:
         context.apply(model, strategy.context, mesh[CP], part.inner)
         self.routers = _routers(model, spec, strategy, mesh)
         """Of a mixture of experts."""
+        self._panels = Panels()
         if strategy.tensor.kind == "1d":
             tensor.apply(model, spec, mesh[TP], strategy.sequence, _width(strategy, mesh))
         else:
-            grids.apply(model, spec, strategy.grid, mesh, strategy.keeps_operands)
+            grids.apply(model, spec, strategy.grid, mesh, self._panels, strategy.keeps_operands)
         self.masks = Masks(job.dropout, 0, part, job.attention_dropout, has_noise=spec.has_noise)
         dropout.apply(model, self.masks)
         context.drop(model, self.masks)
         self.exchanges = experts.spread(layers_of(model), spec, mesh[EP]) if strategy.ep > 1 else {}
         """Layer → what exchanges the rows of its experts, where ranks share them."""
-        self.states = FlatStates(model, spec, strategy, mesh.coordinates, device, frozen, job.optimizer)
+        self.states = FlatStates(model, spec, strategy, mesh.coordinates, mesh.device, frozen, job.optimizer)
         if weights is not None:
             self.states.fill(lambda placement: weights[placement.name][placement.box.slices])
         self.products = direct.apply(self.states)
@@ -314,6 +315,11 @@ class ParallelModel:
     def version_bytes(self) -> int:
         """Of older versions of the weights, which an asynchronous schedule keeps."""
         return self.endless.versions.further_bytes if self.endless else 0
+
+    @property
+    def working_bytes(self) -> int:
+        """Of what states work in, and of the panels of a grid's products so far."""
+        return self.states.working_bytes + self._panels.num_bytes
 
     def census(self) -> ActivationCensus:
         """A context that counts what autograd keeps of this model's activations."""

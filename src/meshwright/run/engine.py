@@ -275,7 +275,7 @@ class Engine:
             optimizer_bytes=self.optimizer.state_bytes,
             activations_bytes=activations_bytes,
             buffers_bytes=sum(t.numel() * t.element_size() for t in self.parallel.constants()),
-            working_bytes=states.working_bytes,
+            working_bytes=self.parallel.working_bytes,
             host_bytes=states.tier_bytes("cpu") + (kept.held_bytes if kept else 0),
             disk_bytes=states.tier_bytes("disk"),
         )

@@ -30,7 +30,7 @@ from meshwright.parallel.grids.cube import CubeLinear
 from meshwright.parallel.grids.embedding import CubeEmbedding, SquareEmbedding
 from meshwright.parallel.grids.norm import GridNorm
 from meshwright.parallel.grids.product import Again, Algorithm, Core, Leave, multiply, multiply_core
-from meshwright.parallel.grids.summa import SummaHead, SummaLinear
+from meshwright.parallel.grids.summa import Panels, SummaHead, SummaLinear
 
 PROJECT = "project"
 """Name of the modules that run the first linear layers of one input together."""
@@ -94,10 +94,13 @@ class GridPositions(nn.Module):
         return F.embedding(self.own(numbers) if numbers.dim() == 2 else numbers, self.weight)
 
 
-def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh, keeps_gathered: bool = True) -> None:
+def apply(
+    model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh, panels: Panels, keeps_gathered: bool = True
+) -> None:
     """Replace modules in place. Weights are cut elsewhere, by placement.
 
     Args:
+        panels: what the products of squares work in.
         keeps_gathered: in a cube, whether backward finds what forward gathered.
     """
     weights = {param.name: param for param in spec.parameters()}
@@ -109,7 +112,7 @@ def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh, keeps_gathe
             setattr(model.get_submodule(parent), child, GridProjections())
         if name not in weights:
             continue
-        replacement = _replacement(module, weights[name], spec, grid, axes, keeps_gathered)
+        replacement = _replacement(module, weights[name], spec, grid, axes, keeps_gathered, panels)
         if weights[name].dims[0] == "position":
             replacement = GridPositions(module, lambda x: own_sequences(x, mesh, grid.batch_axes))
         if replacement is not None:
@@ -117,11 +120,17 @@ def apply(model: nn.Module, spec: ModelSpec, grid: Grid, mesh: Mesh, keeps_gathe
 
 
 def _replacement(
-    module: nn.Module, weight: ParamSpec, spec: ModelSpec, grid: Grid, axes: dict[str, Axis], keeps_gathered: bool
+    module: nn.Module,
+    weight: ParamSpec,
+    spec: ModelSpec,
+    grid: Grid,
+    axes: dict[str, Axis],
+    keeps_gathered: bool,
+    panels: Panels,
 ) -> nn.Module | None:
     """What stands in a module's place; None where it works on what is local anyway."""
     if isinstance(module, nn.Linear):
-        return GridLinear(module, _algorithm(weight, grid, axes, keeps_gathered))
+        return GridLinear(module, _algorithm(weight, grid, axes, keeps_gathered, panels))
     if weight.dims[0] == "vocab" and isinstance(module, nn.Embedding):
         if grid.kind == "3d":
             return CubeEmbedding(module, axes[TP_INPUT], axes[TP_WEIGHT], spec.vocab_size)
@@ -132,7 +141,7 @@ def _replacement(
     return None
 
 
-def _algorithm(weight: ParamSpec, grid: Grid, axes: dict[str, Axis], keeps_gathered: bool) -> Algorithm:
+def _algorithm(weight: ParamSpec, grid: Grid, axes: dict[str, Axis], keeps_gathered: bool, panels: Panels) -> Algorithm:
     if grid.kind == "3d":
         is_second = weight.dims[1] in INNER_DIMS
         into, out = (TP_OUTPUT, TP_INPUT) if is_second else (TP_INPUT, TP_OUTPUT)
@@ -140,8 +149,8 @@ def _algorithm(weight: ParamSpec, grid: Grid, axes: dict[str, Axis], keeps_gathe
     row, col = axes[TP_ROW], axes[TP_COL]
     if weight.dims[0] == "vocab":
         num_rows = tuple(even_split(weight.shape[0], col.size, at)[1] for at in range(col.size))
-        return SummaHead(row, col, num_rows)
-    return SummaLinear(row, col)
+        return SummaHead(row, col, num_rows, panels)
+    return SummaLinear(row, col, panels)
 
 
 def own_sequences(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
