@@ -1,5 +1,5 @@
 """Two ranks behind one server, as processes, which share a model or have one each: what clients see, and what is left,
-when one of them dies."""
+when one of them dies, or all are told to end."""
 
 from __future__ import annotations
 
@@ -62,6 +62,26 @@ def test_a_dead_rank(server: subprocess.Popen[str]):
     assert server.returncode == 1
     assert "rank 1 was killed by signal 9" in errors
     assert errors.count("\n") == 1, errors
+    assert not ranks_of(server.pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
+def test_what_is_under_way_is_answered_after_sigterm(server: subprocess.Popen[str]):
+    assert server.stdout is not None
+    url = re.search(r"http://\S+:\d+", server.stdout.readline())
+    assert url
+    body = {"prompt": ["some text"] * 4, "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    with httpx.stream("POST", f"{url[0]}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.send_signal(signal.SIGTERM)
+        rest = [line.removeprefix("data: ") for line in lines if line]
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["usage"]["completion_tokens"] == 4 * 300
+    _, errors = server.communicate(timeout=20)
+    assert server.returncode == 128 + signal.SIGTERM
+    assert errors == "meshwright: error: stopped by SIGTERM\n"
     assert not ranks_of(server.pid)
 
 
