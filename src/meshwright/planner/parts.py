@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from meshwright.core.axes import MESH_ORDER, PP
 from meshwright.core.cluster import ClusterSpec
@@ -111,6 +111,20 @@ class _Keys:
     """For each pipeline rank the first of its kind."""
 
 
+class Known(Generic[Found]):
+    """Values of one kind, each found once, by what it depends on."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Found] = {}
+
+    def once(self, key: Key, find: Callable[[], Found]) -> Found:
+        """What was found for `key`; found now, if it never was."""
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = find()
+        return found
+
+
 class Parts:
     """Remembers them for one model, cluster and job."""
 
@@ -121,17 +135,22 @@ class Parts:
         self.stack = stack
         self._places: dict[Key, int] = {}
         self._last: tuple[Strategy, _Keys] | None = None
-        self._known: dict[Key, object] = {}
+        self._holds = Known[tuple[tuple[int, ...], tuple[int, ...]]]()
+        self._placed = Known[tuple[Placement, ...]]()
+        self._unpadded = Known[Held]()
+        self._held = Known[Held]()
+        self._sent = Known[Once]()
+        self._replays = Known[Replay]()
+        self._step_costs = Known[StepCosts]()
+        self._rank_costs = Known[tuple[StageCosts, ...]]()
+        self._stages = Known[tuple[dict[str, float], Compute]]()
+        self._repeated = Known[Traffic]()
+        self._activations = Known[Activations]()
+        self._constant = Known[MemoryBreakdown]()
 
     def of(self, model: ModelSpec) -> Parts:
         """Likewise, of another model."""
         return Parts(model, self.cluster, self.job, self.stack)
-
-    def _once(self, key: Key, find: Callable[[], Found]) -> Found:
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = find()
-        return found  # type: ignore[return-value]
 
     def keys(self, s: Strategy) -> _Keys:
         """What decides what a strategy shares with others; asked many times in a row for the same one."""
@@ -150,7 +169,7 @@ class Parts:
         zero = s.zero, s.shard_over, s.ranks_per_node, s.keeps_gathered, s.reduces_each, s.bucket_bytes
         again = s.recompute, s.recompute_layers, s.recompute_group
         one_ring = self.stack.ring_share is not None and s.zero == 3
-        holds, kinds = self._once(("holds", place, endless), lambda: self._find_holds(s, layout))
+        holds, kinds = self._holds.once((place, endless), lambda: self._find_holds(s, layout))
         return _Keys(
             place=place,
             once=(s.pp, s.dp, zero, times, tiled_again, endless),
@@ -183,18 +202,16 @@ class Parts:
 
         def unpadded() -> Held:
             alone = s.model_copy(update={"dp": s.expert_dp})
-            placed: tuple[Placement, ...] = self._once(
-                ("placed", holds), lambda: placements(self.model, s, first_of(rank))
-            )
+            placed = self._placed.once((holds,), lambda: placements(self.model, s, first_of(rank)))
             buckets = held_buckets(placed, alone)
             sizes = [(bucket.slots[-1].stop, bucket.is_spread) for bucket in buckets]
             return Held(buckets, sum(n for n, _ in sizes), sum(n for n, is_spread in sizes if is_spread))
 
         def find() -> Held:
-            whole = self._once(("unpadded", holds, cut), unpadded)
+            whole = self._unpadded.once((holds, cut), unpadded)
             return replace(whole, buckets=padded(whole.buckets, s.bucket_multiple))
 
-        return self._once(("held", holds, s.dp, cut), find)
+        return self._held.once((holds, s.dp, cut), find)
 
     def once(self, s: Strategy, rank: int) -> Once:
         """What it sends once per step: the same for all micro-batches and any recomputation."""
@@ -205,12 +222,11 @@ class Parts:
             return Once(sent, Sent(seconds_by_phase(self.model, s, self.cluster, sent, self.stack), calls))
 
         keys = self.keys(s)
-        return self._once(("once", keys.once, keys.holds[rank]), find)
+        return self._sent.once((keys.once, keys.holds[rank]), find)
 
     def replay(self, s: Strategy) -> Replay:
         """Its timetable, ready for the clock."""
-        key = "replay", s.pipeline_schedule, s.pipeline
-        return self._once(key, lambda: Replay(timed_program(s)))
+        return self._replays.once((s.pipeline_schedule, s.pipeline), lambda: Replay(timed_program(s)))
 
     def step_costs(self, s: Strategy) -> StepCosts:
         """Prices of every stage and every stage boundary."""
@@ -225,7 +241,7 @@ class Parts:
             )
 
         keys = self.keys(s)
-        return self._once(("costs", keys.place, keys.once, keys.batch, keys.moved), find)
+        return self._step_costs.once((keys.place, keys.once, keys.batch, keys.moved), find)
 
     def rank_costs(self, s: Strategy, rank: int) -> tuple[StageCosts, ...]:
         """Seconds of the stages of a pipeline rank: the same for every order."""
@@ -242,7 +258,7 @@ class Parts:
             return tuple(costs)
 
         keys = self.keys(s)
-        return self._once(("rank", keys.holds[rank], keys.once, keys.batch, keys.moved), find)
+        return self._rank_costs.once((keys.holds[rank], keys.once, keys.batch, keys.moved), find)
 
     def stage(self, s: Strategy, stage: int) -> tuple[dict[str, float], Compute]:
         """Seconds of a stage's collectives by phase, and what it computes for a micro-batch."""
@@ -256,13 +272,13 @@ class Parts:
         layers, parts = s.stage_layers(self.model.num_layers)[stage], s.num_parts
         without = tuple(layer - layers.start for layer in self.model.dense_layers or () if layer in layers)
         kind = len(layers), without, stage % parts == 0, stage % parts == parts - 1
-        return self._once(("stage", self.keys(s).batch, s.pipeline_schedule.num_directions, kind), find)
+        return self._stages.once((self.keys(s).batch, s.pipeline_schedule.num_directions, kind), find)
 
     def traffic(self, s: Strategy, rank: int) -> Traffic:
         """What the first device of a pipeline rank sends in a step."""
         keys = self.keys(s)
-        repeated = self._once(
-            ("repeated", keys.holds[rank], s.pp, keys.batch),
+        repeated = self._repeated.once(
+            (keys.holds[rank], s.pp, keys.batch),
             lambda: micro_batch_traffic(self.model, self.job, s, rank),
         )
         return Traffic({**repeated.rows, **self.once(s, rank).traffic.rows})
@@ -289,8 +305,8 @@ class Parts:
 
     def _kept(self, s: Strategy, rank: int, instants: tuple[Instant, ...]) -> Activations:
         keys, is_moved = self.keys(s), s.offload.moves_activations
-        return self._once(
-            ("kept", keys.holds[rank], s.micro_batch_size, keys.again, is_moved, instants),
+        return self._activations.once(
+            (keys.holds[rank], s.micro_batch_size, keys.again, is_moved, instants),
             lambda: held_activations(self.model, self.job, s, rank, instants),
         )
 
@@ -298,8 +314,8 @@ class Parts:
         if self.stack.sharded_units and s.zero == 3:
             return unit_memory(self.model, self.job, s, rank, self.stack)
         keys = self.keys(s)
-        constant = self._once(
-            ("constant", keys.holds[rank], keys.once, keys.moved),
+        constant = self._constant.once(
+            (keys.holds[rank], keys.once, keys.moved),
             lambda: constant_memory(self.model, self.job, s, first_of(rank), self.held(s, rank).buckets),
         )
         own = kept.beside(constant)
