@@ -237,7 +237,8 @@ def _units(model: ModelSpec, part: _Parts, strategy: Strategy, layers: range) ->
         return tuple((part.unit(is_sparse, how), count) for how, count in cut if count)
     groups = strategy.recompute_groups(layers)
     kinds = [tuple(map(model.is_sparse, group)) for group in groups]
-    found = [(part.unit(kind, strategy.recompute), len(list(run))) for kind, run in groupby(kinds)]
+    units = {kind: part.unit(kind, strategy.recompute) for kind in dict.fromkeys(kinds)}
+    found = [(units[kind], len(list(run))) for kind, run in groupby(kinds)]
     rest = layers[strategy.num_recomputed(len(layers)) :]
     if not model.num_experts or not model.dense_layers:
         runs = [(bool(model.num_experts), len(rest))] if rest else []

@@ -1,7 +1,7 @@
 """Bytes that ranks hold at least all through a step: parameters, gradients, optimizer.
 
     mean rank      holds no more than the fullest, whatever the cut: all layers and ends over pp
-    a cut's rank   as many of the smallest layers of each kind as it has, and the ends that it has
+    a cut's rank   as many layers of each kind as it has, and the ends that it has
 
 Priced as one bucket (with ZeRO 2 and 3 without a pipeline one for each block) by the formula of the price itself, which
 pads more buckets by no less.
@@ -9,7 +9,7 @@ pads more buckets by no less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meshwright.core.flat import BACK, FRONT, HEAD_WEIGHT, Bucket, Slot, part_of
@@ -18,7 +18,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.placement import Box, Placement, placements
 from meshwright.core.strategy import Offload, Strategy
 from meshwright.cost.memory import constant_memory
-from meshwright.planner.bounds.cuts import Cut, Layers, Pair, Rank
+from meshwright.planner.bounds.cuts import Cut, Layers, Pair, Rank, dot
 from meshwright.planner.parts import Key, first_of
 
 ALONE = {
@@ -34,7 +34,7 @@ class Size:
     """Elements of parameters that a rank of one stage holds: (whole, of its own experts)."""
 
     layers: tuple[Pair, Pair]
-    """Of the smallest layer of each kind."""
+    """Of a layer of each kind."""
     front: Pair
     """Of the embeddings."""
     back: Pair
@@ -71,6 +71,9 @@ class Holdings:
         self.model = model
         self.job = job
         self._layers = layers
+        of_kinds = {"num_layers": 2, "dense_layers": (0,)} if model.dense_layers else {"num_layers": 1}
+        self._small = model.model_copy(update=of_kinds)
+        self._blocks: dict[Size, tuple[Bucket, ...]] = {}
         self._sizes: dict[Key, Size] = {}
         self._splits: dict[Key, Split] = {}
 
@@ -110,14 +113,16 @@ class Holdings:
 
     def _by_block(self, size: Size) -> tuple[Bucket, ...]:
         """Of a rank that holds all layers."""
+        if size not in self._blocks:
+            self._blocks[size] = tuple(self._find_blocks(size))
+        return self._blocks[size]
+
+    def _find_blocks(self, size: Size) -> Iterator[Bucket]:
         layers = [(f"layers.{layer}", size.layers[self.model.is_sparse(layer)]) for layer in range(self._layers.num)]
         blocks = [(FRONT, size.front), *layers, (BACK, size.back)]
         head = "" if self.model.tied_embeddings else HEAD_WEIGHT
-        return tuple(
-            bucket
-            for block, held in reversed(blocks)
-            for bucket in buckets_of(*held, 1, block, head if block == BACK else "")
-        )
+        for block, held in reversed(blocks):
+            yield from buckets_of(*held, 1, block, head if block == BACK else "")
 
     def _states(self, s: Strategy, buckets: tuple[Bucket, ...], rank: int) -> int:
         """And the working buffers of blocks that are gathered and reduced, where the buckets are blocks."""
@@ -129,24 +134,20 @@ class Holdings:
         """Of a rank that holds the whole model."""
         key = s.tp, s.expert, s.tensor, s.sequence, s.context
         if key not in self._sizes:
-            placed = placements(self.model, s.model_copy(update={**ALONE, "dp": s.expert_dp}), first_of(0))
-            found: dict[str | int, list[int]] = {FRONT: [0, 0], BACK: [0, 0]}
-            for placement in placed:
-                part = placement.layer if placement.layer is not None else part_of(placement)
-                found.setdefault(part, [0, 0])[placement.is_spread] += placement.box.numel
-            ends = [(found[end][0], found[end][1]) for end in (FRONT, BACK)]
-            layers = [
-                [held for part, held in found.items() if isinstance(part, int) and self.model.is_sparse(part) == kind]
-                for kind in (False, True)
-            ]
-            dense, sparse = (_least_of(one or other) for one, other in (layers, layers[::-1]))
-            total = sum(of[0] for of in found.values()), sum(of[1] for of in found.values())
-            self._sizes[key] = Size((dense, sparse), ends[0], ends[1], total)
+            self._sizes[key] = self._find_size(s)
         return self._sizes[key]
 
-
-def _least_of(sizes: Sequence[Sequence[int]]) -> Pair:
-    return min(size[0] for size in sizes), min(size[1] for size in sizes)
+    def _find_size(self, s: Strategy) -> Size:
+        """Read off a model that has one layer of each kind: layers of a kind are alike."""
+        placed = placements(self._small, s.model_copy(update={**ALONE, "dp": s.expert_dp}), first_of(0))
+        found: dict[str | int, list[int]] = {FRONT: [0, 0], BACK: [0, 0]}
+        for placement in placed:
+            part = placement.layer if placement.layer is not None else part_of(placement)
+            found.setdefault(part, [0, 0])[placement.is_spread] += placement.box.numel
+        parts = (FRONT, 0, self._small.num_layers - 1, BACK)
+        front, dense, sparse, back = ((found[part][0], found[part][1]) for part in parts)
+        whole, spread = (front[at] + int(dot(self._layers.all, (dense[at], sparse[at]))) + back[at] for at in (0, 1))
+        return Size((dense, sparse), front, back, (whole, spread))
 
 
 def buckets_of(whole: int, spread: int, num: int, block: str = "layers.0", name: str = "") -> tuple[Bucket, ...]:
