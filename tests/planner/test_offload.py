@@ -9,7 +9,7 @@ from meshwright.core.strategy import Offload
 from meshwright.core.units import format_bytes
 from meshwright.planner.advise import advise
 from meshwright.planner.fix import parse_fix
-from meshwright.planner.offloads import hosts_may_hold
+from meshwright.planner.offloads import devices_may_hold, hosts_may_hold
 from meshwright.planner.price import price
 from meshwright.planner.rank import Options, plan
 from tests.shapes import make_model
@@ -171,3 +171,23 @@ def test_hosts_that_cannot_hold_it_are_not_searched(small, job):
             assert hosts_may_hold(MODEL, host, job, {"precision": precision}, offload) is may
     assert hosts_may_hold(MODEL, stated(small, host_memory_bytes=1), job, {}, Offload(activations="cpu"))
     assert hosts_may_hold(MODEL, small, job, {}, offload), "where nothing is stated, nothing is ruled out"
+
+
+@pytest.mark.parametrize(("offload", "per_parameter"), [("none", 2 + 4 + 12), ("optimizer:cpu", 2 + 4)])
+def test_devices_that_cannot_hold_what_stays_are_not_searched(small, job, offload, per_parameter):
+    fix = parse_fix(["precision=bf16", *([] if offload == "none" else [f"offload={offload}"])])
+    needed = MODEL.num_parameters * per_parameter
+    for memory_bytes, may in ((-(-needed // small.num_devices), True), (needed // small.num_devices - 1, False)):
+        device = small.device.model_copy(update={"memory_bytes": memory_bytes})
+        tight = with_(small, device=device, usable_memory_fraction=1.0)
+        assert devices_may_hold(MODEL, tight, job, fix) is may
+
+
+def test_what_devices_may_hold_is_a_bound(small, job):
+    """What fits is never ruled out, with just as much memory as it takes."""
+    device = small.device
+    roomy = with_(small, device=device.model_copy(update={"memory_bytes": 4 * SMALL}))
+    least = min(forecast.device_bytes for forecast in plan(MODEL, roomy, job).pareto)
+    tight = with_(small, device=device.model_copy(update={"memory_bytes": least}), usable_memory_fraction=1.0)
+    assert devices_may_hold(MODEL, tight, job, {})
+    assert plan(MODEL, tight, job).forecast.fits

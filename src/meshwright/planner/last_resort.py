@@ -17,7 +17,7 @@ from meshwright.core.model import ModelSpec
 from meshwright.core.units import format_bytes
 from meshwright.planner.balance import Ends
 from meshwright.planner.must import Must
-from meshwright.planner.offloads import TO_HOST, hosts_may_hold
+from meshwright.planner.offloads import TO_HOST, devices_may_hold, hosts_may_hold
 from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.search import Search, searched
 
@@ -40,9 +40,9 @@ def offloading(
         return
     pricer = Pricer(model, cluster, job)
     for offload in TO_HOST:
-        if not hosts_may_hold(model, cluster, job, fix, offload):
-            continue
         wanted = {**fix, "offload": offload}
+        if not (hosts_may_hold(model, cluster, job, fix, offload) and devices_may_hold(model, cluster, job, wanted)):
+            continue
         try:
             yield wanted, searched(model, cluster, job, wanted, must, ends, pricer)
         except RuleError:

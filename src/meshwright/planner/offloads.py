@@ -1,4 +1,4 @@
-"""What is tried to offload, in the order in which a step misses it least, and whether hosts could hold it at all.
+"""What is tried to offload, in the order in which a step misses it least, and whether hosts and devices could hold it.
 
 Sources: Ren et al. 2021 §3 (the optimizer first), Rajbhandari et al. 2021 §5 (gradients and parameters after it).
 """
@@ -12,7 +12,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.offload import stored_kinds
-from meshwright.core.precision import RECIPES
+from meshwright.core.precision import NUM_MOMENTS, RECIPES
 from meshwright.core.strategy import Offload
 from meshwright.planner.enumerate import default_precision
 
@@ -38,3 +38,12 @@ def hosts_may_hold(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mappin
     stored = (each for each in stored_kinds(recipe, job.optimizer, offload) if each.tier == "cpu")
     needed_bytes = model.num_parameters * sum(each.element_bytes for each in stored)
     return needed_bytes <= cluster.num_nodes * cluster.host_memory_bytes
+
+
+def devices_may_hold(model: ModelSpec, cluster: ClusterSpec, job: Job, fix: Mapping[str, Any]) -> bool:
+    """Likewise of the states that stay on devices."""
+    recipe, offload = RECIPES[fix.get("precision") or default_precision(cluster)], fix.get("offload", Offload())
+    of_optimizer = recipe.master_bytes + NUM_MOMENTS[job.optimizer] * recipe.moment_bytes
+    each_bytes = dict(zip(STATES, (of_optimizer, recipe.gradient_bytes, recipe.parameter_bytes), strict=True))
+    stay_bytes = sum(each_bytes[kind] for kind in STATES if getattr(offload, kind) == "none")
+    return model.num_parameters * stay_bytes <= cluster.num_devices * cluster.usable_memory_bytes

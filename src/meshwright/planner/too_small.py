@@ -12,7 +12,7 @@ from meshwright.core.job import Job
 from meshwright.core.model import ModelSpec
 from meshwright.core.units import format_bytes
 from meshwright.planner.fix import in_words
-from meshwright.planner.offloads import STATES, TO_DISK, TO_HOST, hosts_may_hold
+from meshwright.planner.offloads import STATES, TO_DISK, TO_HOST, devices_may_hold, hosts_may_hold
 from meshwright.planner.price import Forecast, Pricer
 from meshwright.planner.search import searched
 
@@ -95,6 +95,8 @@ def _offloaded(found: Forecast, cluster: ClusterSpec) -> str:
 def _smallest(pricer: Pricer, fix: Mapping[str, Any]) -> Forecast | None:
     """The legal strategy that needs least of the device's memory, if it has that; lower bounds alone rule out most
     that have not. Larger micro-batches, and what is not run again, never need less."""
+    if not devices_may_hold(pricer.model, pricer.cluster, pricer.job, fix):
+        return None
     is_sized = "micro_batch_size" in fix or "num_micro_batches" in fix
     least: dict[str, Any] = {} if is_sized else {"micro_batch_size": 1}
     least |= {} if "recompute" in fix or "tile" in fix else {"recompute": "full"}
