@@ -118,6 +118,8 @@ def test_paths_that_cannot_be_written(desk: Desk, refused: Refused) -> None:
     assert "Not a directory" in refused("demo", "--out", file / "run")
     assert "Not a directory" in refused("plan", desk.folder / "config.json", "local:1", "--batch", 8, "--seq", 32,
                                         "-o", file / "plan.toml").replace("cannot be written: ", "")  # fmt: skip
+    assert "Is a directory" in refused("what-if", plan, "--set", "zero=1", "--out", desk.folder)
+    assert "Is a directory" in refused("compare", "zero", "--html", desk.folder)  # before anything is trained
 
 
 def test_a_folder_that_another_process_trains_in(desk: Desk, refused: Refused) -> None:

@@ -136,7 +136,12 @@ def test_constraints_that_leave_nothing_say_what_would():
         plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>2", "dp>2", "pp>2"])))
     with pytest.raises(RuleError, match=r"keeps all of it; pp can be 1, 2 with tp>1; pp=2 comes closest"):
         plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>1", "pp>2"])))
-    for text, words in (("tp", "write FIELD"), ("colour=3", "cannot be compared"), ("tp<=two", "write FIELD")):
+    for text, words in (
+        ("tp", "write FIELD"),
+        ("colour=3", "cannot be compared"),
+        ("tpp>4", "did you mean `tp`"),
+        ("tp<=two", "write FIELD"),
+    ):
         with pytest.raises(InputError, match=words):
             parse_must([text])
 

@@ -107,7 +107,7 @@ def test_what_is_refused(plan: Plan, changes: list[str], error: type[Exception],
 def test_command_prints_terms_and_writes_the_plan(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = tmp_path / "plan.toml", tmp_path / "other.toml"
+    path, out = tmp_path / "plan.toml", tmp_path / "new" / "other.toml"
     plan.save(path)
     assert main(["what-if", str(path), "--set", "zero=3", "--set", "tp=1", "-o", str(out)]) == 0
     shown = capsys.readouterr().out

@@ -91,6 +91,7 @@ def compare_command(
 
     `tensor` trains nothing: what one layer holds and sends on a rank, for each way to divide it over --ranks.
     """
+    from meshwright.cli.drawing import check_outputs
     from meshwright.core.sources import load_model
     from meshwright.run.compare import Request
     from meshwright.run.options import TrainOptions
@@ -104,13 +105,9 @@ def compare_command(
         compare_tensor(load_model(model), ranks, batch or ranks, seq, _precisions(what, precisions)[0], files)
         return
     _refuse({"--svg": svg, "--png": png}, f"`compare {what}`, which draws a page; give --html")
-    request = Request(
-        load_model(model),
-        ranks,
-        seq,
-        SEQUENCES_PER_RANK * ranks * micro_batches if batch is None else batch,
-        micro_batches,
-    )
+    check_outputs({"--html": html})
+    sequences = SEQUENCES_PER_RANK * ranks * micro_batches if batch is None else batch
+    request = Request(load_model(model), ranks, seq, sequences, micro_batches)
     wanted = {
         "text": text, "max_text_bytes": max_text_bytes, "steps": defaults.steps if steps is None else steps,
         "learning_rate": learning_rate, "seed": seed, "eval_samples": 1,

@@ -25,6 +25,7 @@ def what_if_command(
 ) -> None:
     """Change some choices of a plan, and see memory, traffic and time side by side."""
     from meshwright.cli import serving
+    from meshwright.cli.drawing import check_outputs
     from meshwright.core.plan import Plan
     from meshwright.core.serving import ServingPlan, is_serving
     from meshwright.planner.what_if import changed, parse_changes, priced
@@ -32,6 +33,7 @@ def what_if_command(
 
     if not change:
         raise InputError("nothing to change; give --set FIELD=VALUE, for example --set tp=4 --set zero=3")
+    check_outputs({"--out": out})
     if is_serving(file):
         serving.what_if(ServingPlan.load(file), change, out)
         return

@@ -13,6 +13,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted
+from meshwright.planner.named import known
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "<=": operator.le,
@@ -87,7 +88,7 @@ def _parsed(text: str) -> Must:
             f"--must {text}: write FIELD, a comparison ({' '.join(COMPARISONS)}) and a whole number: tp<=8"
         )
     if found["name"] not in FIELDS:
-        raise InputError(f"--must {text}: `{found['name']}` cannot be compared; {', '.join(FIELDS)} can")
+        raise InputError(f"--must {text}: `{found['name']}` cannot be compared; {known(found['name'], FIELDS)}")
     return Must(found["name"], found["sign"], int(found["value"]))
 
 

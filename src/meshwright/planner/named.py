@@ -8,7 +8,7 @@ recompute_layers=none                   nothing, where a field may be left empty
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
@@ -76,9 +76,13 @@ class NamedFields:
         kind = _kind_of_parts(self._types.get(whole))
         if dot and kind is not None:
             return f"write parts behind colons, {whole}={part}:VALUE; {_example(kind, f'{self.option} {whole}')}"
-        near = get_close_matches(name, self.names, n=1)
-        meant = f"did you mean `{near[0]}`? " if near else ""
-        return f"not a field of {self.of}; {meant}fields: {', '.join(self.names)}"
+        return f"not a field of {self.of}; {known(name, self.names)}"
+
+
+def known(name: str, names: Sequence[str]) -> str:
+    """What may stand instead of `name`, the nearest first."""
+    near = get_close_matches(name, names, n=1)
+    return f"{f'did you mean `{near[0]}`? ' if near else ''}fields: {', '.join(names)}"
 
 
 def types_of(*kinds: type[Value]) -> dict[str, Any]:
