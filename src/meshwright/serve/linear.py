@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.comm.differentiable import reduce_from
-from meshwright.models.decoder import MLP, Attention
+from meshwright.models.attention import Attention
+from meshwright.models.decoder import MLP
 from meshwright.models.latent import Latents
 from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from meshwright.serve.native import NAMES, PANEL, Kernels, LargePages, in_lanes, in_tiles, kernels
@@ -134,7 +135,7 @@ class JoinedProjections(nn.Module):
 
     def __init__(self, layers: Sequence[ColumnParallelLinear], pages: LargePages) -> None:
         super().__init__()
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         assert len(biases) in (0, len(layers))
         self._sizes = [layer.weight.shape[0] for layer in layers]
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -158,9 +159,9 @@ def pack(model: nn.Module) -> int:
             for layer in layers:
                 layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
             num_packed += len(layers)
-        for path, layer in list(_packable(model)):
+        for path, single in list(_packable(model)):
             parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, PackedLinear(layer, pages))
+            setattr(model.get_submodule(parent), child, PackedLinear(single, pages))
             num_packed += 1
     except (AttributeError, RuntimeError):  # no such operator in this build of PyTorch, or not for this weight
         pass

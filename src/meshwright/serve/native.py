@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_long, c_void_p
 from functools import cache
@@ -282,7 +282,7 @@ def in_lanes(weight: torch.Tensor, panel: int, pages: LargePages | None = None) 
     return (pages or LargePages()).take(weight.unflatten(0, (-1, panel)).transpose(1, 2))
 
 
-def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> dict[torch.dtype, ctypes._CFuncPtr]:
+def _by_dtype(library: ctypes.CDLL, name: str, arguments: Sequence[object]) -> dict[torch.dtype, Callable[..., None]]:
     found = {}
     for dtype, suffix in NAMES.items():
         function = getattr(library, f"{name}_{suffix}")
