@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli.serve import _check_room, _num_ranks_here, _plan, _refuse_unused, _sizes, serve_command
 from meshwright.comm.mesh import Mesh
+from meshwright.core.axes import DP, PP, TP, coordinates_of
 from meshwright.core.errors import InputError, UnsupportedError
 from meshwright.core.measures import Traffic
 from meshwright.core.serving import Layout, Requests, ServingPlan
@@ -59,6 +60,60 @@ def test_a_step_sends_what_is_forecast_to_the_byte(ranks, name: str, tp: int, pp
         assert cache_bytes <= NUM_BLOCKS * BLOCK_SIZE * largest_kv_token_bytes(spec, layout.replica)
     wrong = step_traffic(spec, layout, 0, num_tokens + 1, num_chunks, num_words)
     assert wrong.wire_bytes != expected.wire_bytes
+
+
+OF_REPLICAS = ((5, 3), (2,))
+"""Prompts of each."""
+
+
+def one_step_of_replicas(rank: int, world: int, name: str, layout: Layout) -> Traffic:
+    """What the rank sent in a step of all replicas; if it follows, with the end that it passes on."""
+    options = ServeOptions(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, step_tokens=16)
+    mesh = Mesh.create(layout.strategy.sizes, ep=layout.ep)
+    engine = Engine(random_model(SPECS[name]), layout.strategy, options, mesh=mesh)
+    mesh.ledger.take()
+    if rank:
+        engine.follow()
+        return mesh.ledger.take()
+    for replica, lengths in zip(engine.replicas, OF_REPLICAS, strict=True):
+        for length in lengths:
+            replica.submit([1] * length, SamplingParams(max_tokens=2, temperature=0))
+        replica.begin_step()
+    for replica in engine.replicas:
+        replica.end_step()
+    sent = mesh.ledger.take()
+    for replica in engine.replicas:
+        replica.stop()
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "ep"),
+    [
+        ("mixtral", 1, 1, 2),
+        ("deepseek-v3", 1, 2, 2),
+        ("mixtral", 2, 1, 2),
+        ("deepseek-v3", 2, 1, 2),
+        ("deepseek-v3", 2, 1, 1),
+        ("llama", 1, 1, 1),
+    ],
+)
+def test_a_step_of_replicas_sends_what_is_forecast_to_the_byte(ranks, name: str, tp: int, pp: int, ep: int):
+    layout, spec = Layout(tp=tp, pp=pp, ep=ep, replicas=2, precision="fp32"), SPECS[name]
+    num_tokens = [sum(lengths) for lengths in OF_REPLICAS]
+    words = [
+        HEADER + sum(lengths) + 4 * len(lengths) + sum(-(-n // BLOCK_SIZE) for n in lengths) + (2 if ep > 1 else 0)
+        for lengths in OF_REPLICAS
+    ]
+    for rank, sent in enumerate(ranks(one_step_of_replicas, 2 * tp * pp, name, layout)):
+        replica, stage, index = map(coordinates_of(rank, layout.strategy.sizes).get, (DP, PP, TP))
+        expected = step_traffic(
+            spec, layout, stage, num_tokens[replica], len(OF_REPLICAS[replica]), words[replica], index, replica,
+            num_tokens if ep > 1 else (), words[1:] if not replica else (),
+        )  # fmt: skip
+        for axis in (*((TP,) * (stage == 0)), PP) if rank else ():
+            expected.add("broadcast", axis, "other", 8, getattr(layout, axis))
+        assert sent.to_list() == expected.to_list()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

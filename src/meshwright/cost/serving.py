@@ -17,12 +17,13 @@ stand for them. Sources: Pope et al. 2022, §3; Kwon et al. 2023, §4; Agrawal e
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import exp, log
 from typing import Protocol
 
-from meshwright.core.axes import EP, PP, TP, WORLD
+from meshwright.core.axes import DP, EP, PP, TP, WORLD
 from meshwright.core.cluster import ClusterSpec
 from meshwright.core.measures import Traffic
 from meshwright.core.model import ModelSpec
@@ -358,7 +359,16 @@ def num_reductions(model: ModelSpec) -> int:
 
 
 def step_traffic(
-    model: ModelSpec, layout: Layout, rank: int, num_tokens: int, num_rows: int, num_words: int, index: int = 0
+    model: ModelSpec,
+    layout: Layout,
+    rank: int,
+    num_tokens: int,
+    num_rows: int,
+    num_words: int,
+    index: int = 0,
+    replica: int = 0,
+    shared: Sequence[int] = (),
+    other_words: Sequence[int] = (),
 ) -> Traffic:
     """What rank `index` of tp of pipeline rank `rank` sends in one step of a replica: what the engine's ledger counts.
 
@@ -366,13 +376,21 @@ def step_traffic(
         num_tokens: of the step.
         num_rows: of them, whose logits are wanted.
         num_words: int64 numbers that describe the step to the ranks that follow.
+        replica: which one.
+        shared: tokens of each replica that shares its experts; empty: all have as many.
+        other_words: as `num_words`, of each other replica that steps beside the first.
     """
     total, element_bytes = Traffic(), layout.replica.recipe.parameter_bytes
     tp, pp = layout.tp, layout.pp
     layers = layout.replica.stage_layers(model.num_layers)[rank]
-    hidden_bytes = num_tokens * model.hidden_size * element_bytes
+    token_bytes = model.hidden_size * element_bytes
+    hidden_bytes = num_tokens * token_bytes
     part = largest_part(model, "vocab", model.vocab_size, tp)
-    total.add("all_reduce", TP, "other", hidden_bytes, tp, calls=2 * len(layers) + (rank == 0))
+    shared, num_sparse = shared or (num_tokens,) * layout.ep, sum(map(model.is_sparse, layers))
+    apart = num_sparse if model.shared_ffn_size else 0  # experts that all tokens have are summed by themselves
+    num_own = 2 * len(layers) + (rank == 0) - num_sparse + apart
+    total.add("all_reduce", TP, "other", hidden_bytes, tp, calls=num_own)
+    total.add("all_reduce", TP, "other", sum(shared) * token_bytes, tp, calls=num_sparse)  # before tokens go home
     if num_rows and rank == 0:
         total.add("all_gather", TP, "other", tp * part * num_rows * LOGITS_BYTES, tp)
     if rank < pp - 1:
@@ -380,9 +398,36 @@ def step_traffic(
     elif num_rows:
         own = dim_range(model, "vocab", model.vocab_size, tp, index)[1]
         total.add("send", PP, "other", own * num_rows * element_bytes, pp)
-    for words in (1, num_words):
-        total.add("broadcast", WORLD, "other", 8 * words, tp * pp)
+    _add_exchange(total, model, layout, num_sparse, max(shared))
+    _add_telling(total, layout, rank, (1, num_words))
+    if rank == index == 0 and replica == 0:
+        for words in other_words:
+            for count in (1, words):
+                total.add("send", DP, "other", 8 * count, layout.replicas)
+    elif rank == index == 0 and num_rows:
+        total.add("send", DP, "other", num_rows * model.vocab_size * LOGITS_BYTES, layout.replicas)
     return total
+
+
+def _add_exchange(total: Traffic, model: ModelSpec, layout: Layout, num_sparse: int, most_tokens: int) -> None:
+    """Of replicas that share experts: tokens, their weights and choices to all of them, padded to the most that one
+    has, and sums back."""
+    ep, per_token = layout.ep, layout.ep * most_tokens
+    hidden_bytes = per_token * model.hidden_size * layout.replica.recipe.parameter_bytes
+    for name in ("all_gather", "reduce_scatter"):
+        total.add(name, EP, "other", hidden_bytes, ep, calls=num_sparse)
+    for size in (WEIGHT_BYTES, CHOICE_BYTES):
+        total.add("all_gather", EP, "other", per_token * model.experts_per_token * size, ep, calls=num_sparse)
+
+
+def _add_telling(total: Traffic, layout: Layout, rank: int, counts: Iterable[int]) -> None:
+    """Of int64 numbers that the first rank of a replica tells its others, from the first stage on along pp."""
+    axes = {WORLD: layout.tp * layout.pp}
+    if layout.replicas > 1:
+        axes = {PP: layout.pp} if rank else {TP: layout.tp, PP: layout.pp}
+    for count in counts:
+        for axis, size in axes.items():
+            total.add("broadcast", axis, "other", 8 * count, size)
 
 
 def _speed(cluster: ClusterSpec, layout: Layout) -> Rates | PlainRates:
