@@ -113,13 +113,15 @@ def _plan_training(
     from meshwright.planner.objective import Wanted, best
     from meshwright.planner.rank import Options
     from meshwright.report.tables import report_console
+    from meshwright.report.waiting import told_if_slow
 
     wanted = parse_fix(fixed)
     ends = _measured_ends(search.balance_from, spec, wanted) if search.balance_from else None
     must, may_offload = parse_must(search.must or ()), search.objective == "fastest"
     options = Options(num_ranked=search.top, ends=ends, must=must, may_offload=may_offload)
     priced = _price(search.tokens, search.price)
-    found = best(Wanted(spec, machines, job, wanted, options), search.objective, priced)
+    with told_if_slow(f"searching how to train {spec.name} on {machines.name}"):
+        found = best(Wanted(spec, machines, job, wanted, options), search.objective, priced)
     result = found.result
     if out:  # before anything is printed: who reads that may stop reading
         with writing(out):
