@@ -105,6 +105,33 @@ def test_echo_with_log_probabilities(client: openai.OpenAI):
     assert answer.logprobs.text_offset == [0, 1, 2]
 
 
+def test_tokens_inside_a_character_are_told_apart_by_their_bytes(served: Running, client: openai.OpenAI):
+    """Those who put characters together, and those who look whether a token was the likeliest, need no text for it."""
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 20}
+    found = client.completions.create(**options, prompt="a漢é</s>b").choices[0].logprobs
+    pieces = [rf"bytes:\x{byte:02x}" for byte in "漢é".encode()]
+    assert found.tokens == ["a", *pieces, "</s>", "b"]
+    assert found.text_offset == [0, 1, 1, 1, 2, 2, 3, 3]
+    for token, logprob, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[1:]:
+        assert len(top) in (20, 21), "none hides another"
+        assert top[token] == logprob
+    chat: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 30,
+        "seed": 3,
+    }
+    chat |= {"temperature": 3, "logprobs": True, "extra_body": {"ignore_eos": True}}
+    answer = client.chat.completions.create(**chat).choices[0]
+    specials = {b"<s>", b"</s>"}
+    spelt = [name for one in answer.logprobs.content if (name := bytes(one.bytes)) not in specials]
+    assert b"".join(spelt).decode(errors="replace") == answer.message.content
+    chunks = client.completions.create(**options | {"prompt": "漢", "max_tokens": 3}, seed=1, stream=True)
+    whole = client.completions.create(**options | {"prompt": "漢", "max_tokens": 3}, seed=1).choices[0].logprobs
+    streamed = [at for chunk in chunks if chunk.choices[0].logprobs for at in chunk.choices[0].logprobs.text_offset]
+    assert streamed == whole.text_offset
+
+
 def test_answers_that_match_a_schema(served: Running, client: openai.OpenAI):
     schema = {
         "type": "object", "required": ["a", "b"], "additionalProperties": False,

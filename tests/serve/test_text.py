@@ -11,7 +11,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from meshwright.serve.text import UNKNOWN, StopFinder, WindowDetokenizer, detokenizers
+from meshwright.serve.text import UNKNOWN, Spelling, StopFinder, WindowDetokenizer, detokenizers
 
 
 def byte_level() -> Tokenizer:
@@ -71,6 +71,18 @@ def test_bytes_and_windows_give_the_same_text():
         ids = tokenizer.encode("".join(draw.choices(some, k=9)), add_special_tokens=False).ids
         window = WindowDetokenizer(tokenizer)
         assert pieces(tokenizer, ids) == [*map(window.push, ids), window.finish()]
+
+
+@pytest.mark.parametrize("make", [byte_level_with_added, byte_fallback])
+def test_single_tokens_are_spelt_by_their_bytes(make):
+    tokenizer = make()
+    spelling = Spelling(tokenizer)
+    ids = tokenizer.encode("c漢").ids
+    assert b"".join(map(spelling.text, ids)) == "c漢".encode()
+    assert spelling.name(9999) == spelling.text(9999) == b""
+    if make is byte_level_with_added:
+        end = tokenizer.token_to_id("</s>")
+        assert (spelling.name(end), spelling.text(end)) == (b"</s>", b"")
 
 
 def test_a_token_that_the_tokenizer_does_not_know_is_no_text():

@@ -68,7 +68,7 @@ class Answering:
         self._tickets: list[Ticket] = []
         self._answers = [Answer(tuple(prompt)) for prompt in talk.prompts for _ in range(talk.params.n)]
         """By the choice's index."""
-        self._texts: dict[int, str] = {}
+        self._places: dict[int, api.Place] = {}
         self._started: set[int] = set()
         """Choices of which a piece was sent."""
         body = talk.body
@@ -142,9 +142,6 @@ class Answering:
 
     # --- shapes --------------------------------------------------------------------------------------------
 
-    def _text_of(self, token: int) -> str:
-        return self._loop.engine.decode([token], special=True)
-
     def _usage(self) -> Json:
         prompt = sum(len(prompt) for prompt in self._talk.prompts)
         cached = sum(ticket.sequences[0].num_cached for ticket in self._tickets if ticket.sequences)
@@ -157,21 +154,21 @@ class Answering:
         finish = FINISH[answer.finish or "stop"]
         if self._talk.is_chat:
             wants = self._talk.params.logprobs is not None
-            logprobs = api.chat_logprobs(answer.logprobs, self._text_of) if wants else None
+            logprobs = api.chat_logprobs(answer.logprobs, self._loop.engine.spelling) if wants else None
             message = {"role": "assistant", "content": answer.text, "refusal": None}
             return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
         before = self._prompt_text(answer) if self._talk.echo else ""
-        return {"index": index, "text": before + answer.text, "logprobs": self._logprobs(answer, before),
+        return {"index": index, "text": before + answer.text, "logprobs": self._logprobs(answer),
                 "finish_reason": finish}  # fmt: skip
 
-    def _logprobs(self, answer: Answer, before: str) -> Json | None:
+    def _logprobs(self, answer: Answer) -> Json | None:
         """Of a completion, with those of its prompt where it is echoed."""
         if self._talk.params.logprobs is None:
             return None
-        found, first, offset = answer.logprobs, None, len(before)
+        found, first = answer.logprobs, None
         if self._talk.echo:
-            found, first, offset = answer.prompt_logprobs + answer.logprobs, answer.prompt[0], 0
-        return api.text_logprobs(found, self._text_of, first, offset)
+            found, first = answer.prompt_logprobs + answer.logprobs, answer.prompt[0]
+        return api.text_logprobs(found, self._loop.engine.spelling, api.Place(), first)
 
     def _chunk_of(self, index: int, event: Event) -> str:
         """What a client gets of an event; empty where that is nothing."""
@@ -190,7 +187,7 @@ class Answering:
             found = [event.logprobs] if event.logprobs else []
             if not event.text and not found and event.finish is None:
                 return None
-            logprobs = api.chat_logprobs(found, self._text_of) if found else None
+            logprobs = api.chat_logprobs(found, self._loop.engine.spelling) if found else None
             delta = {"content": event.text} if event.text or found else {}
             return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _finish(event)}
         is_empty = not (event.text or event.logprobs or event.prompt_logprobs)
@@ -207,10 +204,8 @@ class Answering:
         piece.add(event)
         found = piece.prompt_logprobs + piece.logprobs if self._talk.echo else piece.logprobs
         first = piece.prompt[0] if self._talk.echo and is_first else None
-        offset = len(self._texts.get(index, ""))
-        out = api.text_logprobs(found, self._text_of, first, offset)
-        self._texts[index] = self._texts.get(index, "") + "".join(out["tokens"])
-        return out
+        place = self._places.setdefault(index, api.Place())
+        return api.text_logprobs(found, self._loop.engine.spelling, place, first)
 
     def _chunk(self, choice: Json) -> str:
         """What stands around the choice is the same each time."""

@@ -5,9 +5,10 @@ A field that changes the answer and is not there is refused; those that change n
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.values import first_error, shortened
 from meshwright.serve.request import MAX_BIASES, SamplingParams
 from meshwright.serve.sampler import Logprobs
+from meshwright.serve.text import Spelling
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=BaseModel)
@@ -289,12 +291,26 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Jso
     }
 
 
-def chat_logprobs(found: Iterable[Logprobs], text_of: Callable[[int], str]) -> Json:
+class Place:
+    """Where the tokens of a text begin, in characters."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def past(self, text: bytes) -> int:
+        """Where the next token begins, which adds this text: of one inside a character, where that begins."""
+        at = self._at
+        self._at += len(self._decoder.decode(text))
+        return at
+
+
+def chat_logprobs(found: Iterable[Logprobs], spelling: Spelling) -> Json:
     """Of a chat's answer."""
 
     def one(token: int, logprob: float) -> Json:
-        text = text_of(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+        name = spelling.name(token)
+        return {"token": _shown(name), "logprob": _finite(logprob), "bytes": list(name)}
 
     content = [
         {**one(f.token, f.logprob), "top_logprobs": [one(token, logprob) for token, logprob in f.top]} for f in found
@@ -302,29 +318,36 @@ def chat_logprobs(found: Iterable[Logprobs], text_of: Callable[[int], str]) -> J
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(
-    found: Iterable[Logprobs], text_of: Callable[[int], str], first: int | None = None, offset: int = 0
-) -> Json:
-    """Of a completion.
+def text_logprobs(found: Iterable[Logprobs], spelling: Spelling, place: Place, first: int | None = None) -> Json:
+    """Of a completion. The likeliest tokens have the chosen one with them, wherever it stands.
 
     Args:
+        place: of the first of these tokens.
         first: the prompt's first token, which has none, where the prompt is echoed.
-        offset: characters before the first of these tokens.
     """
     out: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(token: int, logprob: float | None, top: Json | None) -> None:
-        nonlocal offset
-        text = text_of(token)
-        for name, value in zip(out, (text, logprob, top, offset), strict=True):
+        values = _shown(spelling.name(token)), logprob, top, place.past(spelling.text(token))
+        for name, value in zip(out, values, strict=True):
             out[name].append(value)
-        offset += len(text)
 
     if first is not None:
         add(first, None, None)
     for f in found:
-        add(f.token, _finite(f.logprob), {text_of(token): _finite(logprob) for token, logprob in f.top})
+        top: Json = {}
+        for token, logprob in (*f.top, (f.token, f.logprob)):
+            top.setdefault(_shown(spelling.name(token)), _finite(logprob))  # the likeliest of those of one name
+        add(f.token, _finite(f.logprob), top)
     return out
+
+
+def _shown(name: bytes) -> str:
+    """A token that is a part of a character is told from other parts by its bytes."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
 
 
 def _finite(logprob: float) -> float:

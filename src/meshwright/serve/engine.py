@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -50,7 +51,7 @@ from meshwright.serve.sampler import Choice, Logprobs, choose, logprobs_of
 from meshwright.serve.scheduler import Chunk, Scheduler
 from meshwright.serve.servable import check_servable
 from meshwright.serve.swap import Pace
-from meshwright.serve.text import Detokenizer, StopFinder, detokenizers, encode
+from meshwright.serve.text import Detokenizer, Spelling, StopFinder, detokenizers, encode
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +236,13 @@ class Engine:
         if (wrong := next((t for t in tokens if not 0 <= t < self.spec.vocab_size), None)) is not None:
             raise InputError(f"token {wrong} is none of the model's: ids go from 0 to {self.spec.vocab_size - 1}")
         return str(self.tokenizer.decode_batch([list(tokens)], skip_special_tokens=not special)[0])
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """Of single tokens. Raises InputError where there is no tokenizer."""
+        if self.tokenizer is None:
+            raise InputError("this model has no tokenizer: token ids are all there is")
+        return Spelling(self.tokenizer)
 
     def check(self, prompt: Ordered[int], params: SamplingParams) -> None:
         """Raises InputError where a request could never be answered."""

@@ -78,6 +78,27 @@ class TokenBytes:
             return name.encode()
 
 
+class Spelling:
+    """What a report of log probabilities says of each token by itself."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
+
+    def text(self, token: int) -> bytes:
+        """What it adds to an answer's text: nothing, where it is special."""
+        name = self._tokenizer.id_to_token(token)
+        if self._bytes is not None or name is None:
+            return b"" if self._bytes is None else self._bytes[token]
+        if _BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        return str(self._tokenizer.decode([token], skip_special_tokens=True)).encode()
+
+    def name(self, token: int) -> bytes:
+        """What tells it from others: its text, of a special one the name."""
+        return self.text(token) or (self._tokenizer.id_to_token(token) or "").encode()
+
+
 class ByteDetokenizer:
     """The text of one answer of a byte-level tokenizer: bytes follow one another, and each is looked at once."""
 
