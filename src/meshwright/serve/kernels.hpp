@@ -180,11 +180,11 @@ struct Running {
     }
 };
 
-// Asks memory for one head of the next tokens.
+// Asks memory for `size` elements of each of some tokens, as they lie, so that the processor sees a stream.
 template <typename T>
-static inline void ask(const T *next, long stride, int count, long dim) {
-    for (int token = 0; token < count; token++)
-        for (long at = 0; at < dim; at += 64 / long(sizeof(T))) __builtin_prefetch(next + token * stride + at);
+static inline void ask(const T *from, long stride, long first, long last, long size) {
+    for (long token = first; token < last; token++)
+        for (long at = 0; at < size; at += 64 / long(sizeof(T))) __builtin_prefetch(from + token * stride + at);
 }
 
 struct Shape {
@@ -204,7 +204,9 @@ static void attend(const T *q, T *out, const T *keys, const T *values, const int
         const T *own = q + (first * group + head) * dim;
         for (long at = 0; at < dim; at++) heads[head].query[at] = wide(own[at]) * scale, heads[head].sums[at] = 0;
     }
-    long stride = shape.kv_heads * dim;
+    long stride = shape.kv_heads * dim, size = (last - first) * dim, start = *blocks * shape.block_size;
+    ask(keys + start * stride + first * dim, stride, 0, TILE, size);
+    ask(values + start * stride + first * dim, stride, 0, TILE, size);
     for (long begin = 0; begin < context; begin += shape.block_size) {
         const int64_t *block = blocks + begin / shape.block_size;
         long slot = *block * shape.block_size;
@@ -215,10 +217,10 @@ static void attend(const T *q, T *out, const T *keys, const T *values, const int
             long after = is_last && has_more ? block[1] * shape.block_size : slot + tile + TILE;
             for (long head = 0; head < num; head++) {
                 long own = (first + head / group) * dim, from = (slot + tile) * stride + own;
-                if (head % group == 0) {
-                    ask(keys + after * stride + own, stride, count, dim);
-                    ask(values + after * stride + own, stride, count, dim);
-                }
+                long ahead = is_last && !has_more ? 0 : TILE;  // tokens, of which each head asks for its share
+                long begun = head * ahead / num, done = (head + 1) * ahead / num;
+                ask(keys + after * stride + first * dim, stride, begun, done, size);
+                ask(values + after * stride + first * dim, stride, begun, done, size);
                 float scores[TILE] = {};
                 Heads<T, D>::score(heads[head].query, keys + from, stride, count, dim, scores);
                 float shrink = heads[head].update(scores, count);
