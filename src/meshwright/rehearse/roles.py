@@ -1,7 +1,8 @@
 """Which ranks a rehearsal needs: one for each role. Ranks of one role hold, run and send the same.
 
 pipeline rank      always a role of its own: its stages, and how many micro-batches it keeps
-tensor rank        a role where it holds other sizes than its neighbours (a vocabulary that tp does not divide)
+tensor rank        a role where it holds or computes other sizes than its neighbours (a vocabulary uneven over tp;
+                   on a grid rows of the table and columns of the logits are cut over different ranks)
 data rank          the same everywhere on dp and cp, but for how an offloaded shard is cut into groups
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from meshwright.core.axes import CP, DP, PP, TP, rank_of
 from meshwright.core.flat import Bucket, rank_buckets
 from meshwright.core.offload import cut_groups
+from meshwright.core.placement import even_split
 from meshwright.core.plan import Plan
 from meshwright.core.sharding import sharding
 from meshwright.core.strategy import Strategy
@@ -45,7 +47,7 @@ def _kinds(plan: Plan) -> Iterator[tuple[dict[str, int], tuple[object, ...], int
         for tp in range(strategy.tp):
             at = {PP: pp, DP: 0, CP: 0, TP: tp}
             buckets = rank_buckets(plan.model, strategy, at)
-            held = tuple((b.numel, b.sum_over, _sizes(b)) for b in buckets)
+            held = _num_logits(plan, pp, tp), *((b.numel, b.sum_over, _sizes(b)) for b in buckets)
             if not strategy.offload.moves_states:
                 yield at, (pp, held), strategy.data_ranks
                 continue
@@ -53,6 +55,14 @@ def _kinds(plan: Plan) -> Iterator[tuple[dict[str, int], tuple[object, ...], int
                 dp, cp = divmod(index, strategy.cp)
                 of_data = {**at, DP: dp, CP: cp}
                 yield of_data, (pp, held, _groups(strategy, buckets, of_data)), 1
+
+
+def _num_logits(plan: Plan, pp: int, tp: int) -> int:
+    """Of a token, that a tensor rank computes; none where the head is on another pipeline rank."""
+    strategy, grid = plan.strategy, plan.strategy.grid
+    if not any(strategy.stage_ends(stage)[1] for stage in strategy.rank_stages(pp)):
+        return 0
+    return even_split(plan.model.vocab_size, grid.sizes[grid.vocab_axis], grid.coordinates(tp)[grid.vocab_axis])[1]
 
 
 def _sizes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
