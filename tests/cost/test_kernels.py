@@ -143,6 +143,18 @@ def test_what_a_stack_holds_is_named_and_added():
     assert more == pytest.approx(expected, rel=0.01)
 
 
+def test_gradients_in_one_row_take_room_where_nothing_is_sharded():
+    model, job = big(), Job(seq_length=2048, global_batch_size=8)
+    plain, rows = Stack(name="made"), Stack(name="made", unsharded_copy_bytes={"fp16": 2})
+
+    def held(zero: int, stack: Stack) -> int:
+        strategy = Strategy(dp=8, zero=zero, precision="fp16", recompute="full")
+        return Pricer(model, A100, job, stack).memory(strategy, 0).total_bytes
+
+    assert held(0, rows) - held(0, plain) == 2 * model.num_parameters
+    assert held(1, rows) == held(1, plain)
+
+
 def test_deepspeeds_pipeline_divides_over_tp_what_a_stage_sends():
     """Eight ranks of a node that each sent all would share its network."""
     model = make_model(num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=16384)

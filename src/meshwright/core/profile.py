@@ -115,6 +115,8 @@ class Stack(Value):
     """Dtype of the parameters → further bytes that each parameter of a rank takes."""
     shard_copy_bytes: dict[str, float] = Field(default_factory=dict)
     """Likewise each parameter of the rank's shard of the optimizer's state."""
+    unsharded_copy_bytes: dict[str, float] = Field(default_factory=dict)
+    """Likewise each parameter, where no optimizer state is sharded."""
     selective_share: float | None = Field(default=None, ge=0, le=1)
     """Of the products of a layer, that selective recomputation runs again, with all that streams; None: attention's
     core alone."""

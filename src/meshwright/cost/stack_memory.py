@@ -40,6 +40,8 @@ def stack_terms(
     name = strategy.recipe.parameter
     shard = num_parameters // (strategy.data_ranks if strategy.zero else 1)
     copies = stack.copy_bytes.get(name, 0.0) * num_parameters + stack.shard_copy_bytes.get(name, 0.0) * shard
+    if not strategy.zero:
+        copies += stack.unsharded_copy_bytes.get(name, 0.0) * num_parameters
     live = _live_layers(model, strategy, rank)
     outputs = _live(strategy, rank) * hidden_bytes(model, job, strategy) * stack.keeps_outputs * (strategy.pp > 1)
     scores = _scores_and_masks(model, job, strategy, stack, live)
