@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
+import resource
 import socket
 import time
 from typing import Any
@@ -12,8 +15,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from meshwright.core.errors import InputError
-from meshwright.run.serving import Address
+from meshwright.core.errors import InputError, MeshwrightWarning
+from meshwright.run.serving import Address, _ToldOnce, raise_file_limit
 from meshwright.serve.request import SamplingParams
 from tests.serve.conftest import Running, tiny_engine
 
@@ -331,6 +334,24 @@ def test_an_answer_on_a_connection_that_is_kept_waits_for_no_acknowledgement() -
 
     asyncio.run(connect())
     assert accepted == [1]
+
+
+def test_connections_are_limited_by_the_system_alone_and_too_many_are_one_line() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    told, error = _ToldOnce(), OSError(errno.EMFILE, "Too many open files")
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "accept", None, (OSError, error, None))
+    with pytest.warns(
+        MeshwrightWarning, match=r"a connection waits .*: Too many open files .* raise `ulimit -n`"
+    ) as seen:
+        assert [told.filter(record), told.filter(record)] == [False, False]
+    assert len(seen) == 1
+    assert told.filter(logging.LogRecord("asyncio", logging.ERROR, "", 0, "another", None, None))
 
 
 def test_an_address_that_is_taken_or_none_is_one_line() -> None:

@@ -7,11 +7,15 @@ requests get an error at once, `/health` turns red, and the server ends with one
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import resource
 import signal
 import socket
 import threading
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,7 +23,7 @@ from types import FrameType
 import uvicorn
 
 from meshwright.core.axes import WORLD
-from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.errors import InputError, MeshwrightError, MeshwrightWarning
 from meshwright.core.plan import Plan
 from meshwright.core.serving import ServingPlan
 from meshwright.core.units import counted
@@ -137,6 +141,8 @@ def _run(service: Service, bound: socket.socket, greeting: str) -> None:
     )
     logging.getLogger("uvicorn.error").addFilter(_WithoutCancellations())
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that has gone
+    logging.getLogger("asyncio").addFilter(_ToldOnce())
+    raise_file_limit()
     server = _Server(config, patience_s=RED_S if service.loop.engine.mesh[WORLD].size > 1 else 0.0)
     # the server's own handlers end it in order, and then raise the signal again: SIGTERM was obeyed by then
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -162,6 +168,36 @@ class _WithoutCancellations(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
         return kind is not asyncio.CancelledError and "CancelledError" not in record.getMessage()
+
+
+class _ToldOnce(logging.Filter):
+    """A connection that cannot be accepted is tried again each second: that there are too many is one line, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            return True
+        if not self._is_told:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            warnings.warn(
+                f"a connection waits until another ends: {error.strerror} (this process may have {limit:,}); raise "
+                "`ulimit -n`",
+                MeshwrightWarning,
+                stacklevel=1,
+            )
+        self._is_told = True
+        return False
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system lets this process have: each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Server(uvicorn.Server):
