@@ -85,8 +85,12 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_values_built_in_python_are_refused_as_those_of_a_file() -> None:
     with pytest.raises(InputError, match=r"^Job: `seq_length`: Input should be greater than 0 \(got 0\)$"):
         Job(seq_length=0, global_batch_size=1)
-    with pytest.raises(InputError, match=r"^Strategy: `dq`: Extra inputs"):
+    with pytest.raises(InputError, match=r"^Strategy: `dq`: no such field; fields: dp, tp, pp, "):
         Strategy(dq=2)
+    with pytest.raises(
+        InputError, match=r"^x: `offload.optimiser`: no such field; did you mean `optimizer`\? fields: o"
+    ):
+        Strategy.parse({"offload": {"optimiser": "cpu"}}, "x")
     with pytest.raises(InputError, match=r"^Job: `global_batch_size`: .*less than or equal to 1000000000"):
         Job(seq_length=1, global_batch_size=10**12)
 

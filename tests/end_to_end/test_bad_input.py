@@ -29,7 +29,9 @@ def test_plans_that_cannot_be_read(desk: Desk, refused: Refused) -> None:
     assert "nothing.toml: no such file" in refused("train", desk.folder / "nothing.toml", "--stdlib", "--out", out)
     assert f"{broken}: not valid TOML" in refused("train", broken, "--stdlib", "--out", out)
     assert f"{headless}: `strategy`: Field required\n" in refused("show", headless)
-    assert f"{misspelt}: `strategy.tpp`: Extra inputs are not permitted" in refused("parity", misspelt)
+    assert f"{misspelt}: `strategy.tpp`: no such field; did you mean `tp`? fields: dp, tp, " in refused(
+        "parity", misspelt
+    )
     assert "is a folder" in refused("show", desk.folder)
 
 

@@ -6,10 +6,11 @@ import errno
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -39,7 +40,7 @@ class _ValueType(ModelMetaclass):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            raise InputError(first_error(error, cls.__name__)) from None
+            raise InputError(first_error(error, cls.__name__, cast("type[BaseModel]", cls))) from None
 
 
 class Value(BaseModel, metaclass=_ValueType):
@@ -94,7 +95,7 @@ class Value(BaseModel, metaclass=_ValueType):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise InputError(first_error(error, where)) from None
+            raise InputError(first_error(error, where, cls)) from None
 
     def to_toml(self) -> str:
         """TOML text. Fields that are None are left out."""
@@ -106,9 +107,30 @@ class Value(BaseModel, metaclass=_ValueType):
         return cls.parse(parse_toml(text, where), where)
 
 
-def first_error(error: ValidationError, where: str) -> str:
-    """The first thing that is wrong, in one line: where, key, what, and the value that was given."""
+def known(name: str, names: Sequence[str]) -> str:
+    """What may stand instead of `name`, the nearest first."""
+    near = get_close_matches(name, names, n=1)
+    return f"{f'did you mean `{near[0]}`? ' if near else ''}fields: {', '.join(names)}"
+
+
+def _fields_at(kind: type[BaseModel], keys: Sequence[int | str]) -> tuple[str, ...]:
+    """Fields of the value that lies at `keys` inside a value of that kind; none where it has no kind of its own."""
+    for key in keys:
+        field = kind.model_fields.get(str(key))
+        choices = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = next((each for each in choices if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        if inner is None:
+            return ()
+        kind = inner
+    return tuple(kind.model_fields)
+
+
+def first_error(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
+    """The first thing that is wrong with a value of that kind, in one line: where, key, what, and what was given."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "extra_forbidden" and (names := _fields_at(kind, first["loc"][:-1])):
+        keys = ".".join(map(str, first["loc"]))
+        return f"{where}: `{keys}`: no such field; {known(str(first['loc'][-1]), names)}"
     if first["type"] == "value_error" and not first["loc"]:  # of several fields together: it names them itself
         return f"{where}: {first['ctx']['error']}"
     key = f"`{'.'.join(str(part) for part in first['loc'])}`: " if first["loc"] else ""

@@ -13,7 +13,7 @@ from meshwright.core.cluster import ClusterSpec
 from meshwright.core.errors import InputError, RuleError
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import counted
-from meshwright.planner.named import known
+from meshwright.core.values import known
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "<=": operator.le,

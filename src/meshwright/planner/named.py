@@ -8,15 +8,14 @@ recompute_layers=none                   nothing, where a field may be left empty
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
 from meshwright.core.errors import InputError
-from meshwright.core.values import Value, shortened
+from meshwright.core.values import Value, known, shortened
 
 
 class NamedFields:
@@ -77,12 +76,6 @@ class NamedFields:
         if dot and kind is not None:
             return f"write parts behind colons, {whole}={part}:VALUE; {_example(kind, f'{self.option} {whole}')}"
         return f"not a field of {self.of}; {known(name, self.names)}"
-
-
-def known(name: str, names: Sequence[str]) -> str:
-    """What may stand instead of `name`, the nearest first."""
-    near = get_close_matches(name, names, n=1)
-    return f"{f'did you mean `{near[0]}`? ' if near else ''}fields: {', '.join(names)}"
 
 
 def types_of(*kinds: type[Value]) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def parse(kind: type[Body], text: bytes) -> Body:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise InputError(first_error(error, "request")) from None
+        raise InputError(first_error(error, "request", kind)) from None
 
 
 def _check_size(text: bytes) -> None:
