@@ -17,7 +17,7 @@ from meshwright.core.profile import Profile, Stack
 from meshwright.core.strategy import Strategy
 from meshwright.cost.context import exposed_s
 from meshwright.cost.flops import layer_weights, stage_flops
-from meshwright.cost.kernels import Rates, head_kernels, head_product, layers_kernels, rates
+from meshwright.cost.kernels import Rates, Seconds, head_kernels, layers_kernels, rates
 from meshwright.cost.terms import TimeTerm, total_s
 
 REDUCTIONS, MESSAGES = "tensor-parallel reductions", "context-parallel messages"
@@ -180,8 +180,9 @@ def _by_kernels(
     layers = strategy.stage_layers(model.num_layers)[stage]
     _, is_last = strategy.stage_ends(stage)
     all_of = layers_kernels(model, job, strategy, speed, stack, layers)
-    head = head_kernels(model, job, strategy, speed).times(is_last)
-    products_of_head = head_product(model, job, strategy, speed).times(is_last)
+    products_of_head = head = Seconds(0.0, 0.0)
+    if is_last:
+        products_of_head, head = head_kernels(model, job, strategy, speed)
     attention = all_of.attention.forward, all_of.attention.backward
     seen = collectives.times(1 - stack.hidden_tensor_share).exposed(strategy, attention, hides=hides)
     selected_s = all_of.attention.forward

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 
 from meshwright.core.cluster import Device
 from meshwright.core.job import Job
@@ -112,11 +112,12 @@ class Rates:
         if n % ALIGNED_TO or k % ALIGNED_TO:
             return max(bytes_s, 2 * batch * m * n * k / (MISALIGNED_SHARE * self.plain_flops_per_s))
         full = self.flops_per_s * self.profile.matmul_efficiency / self.profile.num_units
-        waves = (
-            ceil(batch * ceil(m / rows) * ceil(n / columns) / self.profile.num_units) * rows * columns / share
-            for rows, columns, share in TILES
-        )
-        return max(bytes_s, 2 * k * min(waves) / full)
+        least, num_units = inf, self.profile.num_units
+        for rows, columns, share in TILES:  # a planner's innermost loop
+            waves = ceil(batch * ceil(m / rows) * ceil(n / columns) / num_units) * rows * columns / share
+            if waves < least:
+                least = waves
+        return max(bytes_s, 2 * k * least / full)
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0) -> Seconds:
         """A product, and the two that its gradients take: [m, n] × [n, k] and [n, m] × [m, k]. The latter's m lies
@@ -358,19 +359,18 @@ def moved_elements(spec: ModelSpec, ep: int, rows_once: bool = False) -> float:
     return spec.experts_per_token * spec.hidden_size * copies
 
 
-def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> Seconds:
-    """Final norm, logits and loss: the logits are written, read as maximum, exponentials and sum, and once more for the
-    gradient, in fp32."""
-    z = _shape(spec, job, strategy)
+def head_kernels(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> tuple[Seconds, Seconds]:
+    """(the logits alone, all): final norm, logits and loss."""
+    return _head(_shape(spec, job, strategy), rates)
+
+
+@lru_cache(maxsize=4096)
+def _head(z: _Shape, rates: Rates) -> tuple[Seconds, Seconds]:
+    """The logits are written, read as maximum, exponentials and sum, and once more for the gradient, in fp32."""
     wide = rates.profile.stream_passes * 4 / rates.element_bytes
     norm = rates.profile.stream_passes * z.b * z.between * 2 * z.hidden
     streams = Seconds(
         rates.stream_s(norm + z.tokens * 4 * wide * z.vocab), rates.stream_s(2 * norm + z.tokens * 2 * wide * z.vocab)
     )
-    return head_product(spec, job, strategy, rates) + streams
-
-
-def head_product(spec: ModelSpec, job: Job, strategy: Strategy, rates: Rates) -> Seconds:
-    """The logits alone."""
-    z = _shape(spec, job, strategy)
-    return rates.product(z.tokens, z.vocab, z.hidden)
+    product = rates.product(z.tokens, z.vocab, z.hidden)
+    return product, product + streams
