@@ -132,6 +132,8 @@ def test_constraints_that_leave_nothing_say_what_would():
     asked = wanted()
     with pytest.raises(RuleError, match=r"none of .* has tp>=16; tp can be 1, 2, 4 here; tp=4 comes closest"):
         plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>=16"])))
+    with pytest.raises(RuleError, match=r"none of .* with tp=2 has tp>2; tp can be 2 here"):
+        plan(asked.model, asked.cluster, asked.job, {"tp": 2}, Options(must=parse_must(["tp>2"])))
     with pytest.raises(RuleError, match="not together"):
         plan(asked.model, asked.cluster, asked.job, {}, Options(must=parse_must(["tp>2", "dp>2", "pp>2"])))
     with pytest.raises(RuleError, match=r"keeps all of it; pp can be 1, 2 with tp>1; pp=2 comes closest"):

@@ -121,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
         help_command = (
             f"meshwright {wanted} --help" if wanted in {c.name for c in find_commands()} else "meshwright --help"
         )
-        print_error(f"{error.format_message().rstrip('.')} (see `{help_command}`)")
+        message = error.format_message().removesuffix(".").replace("Value error, ", "")  # pydantic's words, not ours
+        print_error(f"{message} (see `{help_command}`)")
         return error.exit_code
     except typer.Abort:
         return 1

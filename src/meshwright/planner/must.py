@@ -97,8 +97,12 @@ def broken(musts: Sequence[Must], strategy: Strategy) -> Must | None:
     return next((must for must in musts if not must.holds(strategy)), None)
 
 
-def kept(musts: Sequence[Must], legal: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def kept(musts: Sequence[Must], legal: Sequence[Strategy], fixed: str = "") -> tuple[Strategy, ...]:
     """The strategies that keep all constraints.
+
+    Args:
+        legal: those to choose from.
+        fixed: what else they all agree with, in words.
 
     Raises RuleError (rule `must`) where none does: the constraint that refuses most, what there is, and the smallest
     change of its number that leaves something.
@@ -114,7 +118,7 @@ def kept(musts: Sequence[Must], legal: Sequence[Strategy]) -> tuple[Strategy, ..
         raise RuleError(f"--must {wish}: each can be kept, but not together; leave one of them out", "must")
     there = sorted({getattr(strategy, tightest.field) for strategy in open_to})
     nearest = min(there, key=lambda value: abs(value - tightest.value))
-    number = counted(len(legal), "legal strategy", "legal strategies")
+    number = counted(len(legal), "legal strategy", "legal strategies") + (f" with {fixed}" if fixed else "")
     what = f"none of {number} has {tightest}"
     where = "here"
     if any(tightest.holds(strategy) for strategy in legal):

@@ -26,6 +26,7 @@ from meshwright.planner.balance import Ends, balanced, balanced_by, head_in_laye
 from meshwright.planner.bounds import Bound, Bounds
 from meshwright.planner.bounds.cuts import Order
 from meshwright.planner.enumerate import Choices, Refusal, nothing_legal, open_advice, strategies
+from meshwright.planner.fix import in_words
 from meshwright.planner.must import Must, broken, kept
 from meshwright.planner.parts import Key
 from meshwright.planner.price import Forecast, Pricer
@@ -77,7 +78,7 @@ def searched(
         if search.is_any:
             return search
     legal = strategies(model, cluster, job, fix).legal
-    kept(musts, legal)
+    kept(musts, legal, in_words(fix))
     raise nothing_legal(model, cluster, job, fix, search.refused)
 
 
