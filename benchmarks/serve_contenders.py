@@ -227,7 +227,7 @@ def llama(folder: str, dtype: str, threads: int) -> Round:
 
     async def ask(prompt: list, max_tokens: int, began_s: float) -> list:
         body = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        content = json.dumps({**body, "cache_prompt": False, "return_tokens": True}).encode()
+        content = json.dumps({**body, "cache_prompt": False}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = f"POST /completion HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)
@@ -235,7 +235,8 @@ def llama(folder: str, dtype: str, threads: int) -> Round:
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 piece = json.loads(line[6:])
-                times += [time.perf_counter() - began_s] * (0 if piece["stop"] else len(piece["tokens"]))
+                now_s = time.perf_counter() - began_s  # bytes that are no whole character wait for the next piece
+                times += [now_s] * (piece["tokens_predicted"] - len(times))
         writer.close()
         return times
 
