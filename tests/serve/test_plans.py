@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from meshwright.cli.main import main
 from meshwright.cli.serve import _check_room, _num_ranks_here, _plan, _refuse_unused, _sizes, serve_command
 from meshwright.comm.mesh import Mesh
 from meshwright.core.axes import DP, PP, TP, coordinates_of
@@ -17,6 +18,9 @@ from meshwright.core.sources import load_cluster
 from meshwright.cost.kv_cache import largest_kv_token_bytes
 from meshwright.cost.serving import step_traffic
 from meshwright.cost.serving_memory import weights_bytes
+from meshwright.models.hf import export
+from meshwright.run import launch
+from meshwright.run.serving import Address
 from meshwright.serve.batch import HEADER
 from meshwright.serve.engine import Engine
 from meshwright.serve.options import ServeOptions
@@ -185,3 +189,20 @@ def test_memory_of_the_host_is_given_to_swapping_alone_and_not_more_than_there_i
     with pytest.raises(InputError, match=r"--swap-mib 1073741824 takes .* of the host for each of 1 rank"):
         _check_room(None, ServeOptions(swap_bytes=2**50, preempt="swap"))
     _check_room(None, ServeOptions(swap_bytes=2**50))
+
+
+def test_what_is_wrong_for_every_rank_is_told_before_any_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    model = random_model(SPECS["llama"])
+    export(tmp_path / "model", SPECS["llama"], model.stored())
+    asked = Requests(prompt_tokens=8, output_tokens=8, rate_per_s=1)
+    layout = Layout(tp=2, precision="fp32", num_blocks=9, block_size=16)
+    plan = ServingPlan(model=SPECS["gpt2"], cluster=load_cluster("local:2"), requests=asked, layout=layout)
+    plan.save(tmp_path / "plan.toml")
+    with pytest.raises(InputError, match=r"the plan is for `.*`, whose parameters are not those of"):
+        main(["serve", str(tmp_path / "model"), "--plan", str(tmp_path / "plan.toml")])
+    with Address("127.0.0.1", 0).bind() as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(InputError, match=f"127.0.0.1:{port}: cannot listen there"):
+            main(["serve", str(tmp_path / "model"), "--replicas", "2", "--port", port])

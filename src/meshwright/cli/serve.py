@@ -47,6 +47,7 @@ def serve_command(
     from meshwright.run.environment import detect
     from meshwright.run.launch import enter_ranks
     from meshwright.run.served import open_model
+    from meshwright.run.serving import Address, serve
     from meshwright.serve.options import ServeOptions
     from meshwright.serve.servable import check_servable, served_strategy
 
@@ -62,14 +63,15 @@ def serve_command(
 
     def before() -> None:
         served = open_model(model)
+        served.check_plan(asked)
+        address.bind().close()
         check_servable(served.spec, served_strategy(asked, served.precision, replicas))
 
+    address = Address(host, port, api_key)
     has_ranks = num_ranks > 1 or detect(os.environ) is not None
     if has_ranks and enter_ranks(sys.argv[1:], num_ranks, before=before) is None:
         return
-    from meshwright.run.serving import Address, serve
-
-    serve(model, asked, options, Address(host, port, api_key), name, replicas)
+    serve(model, asked, options, address, name, replicas)
 
 
 def _refuse_unused(context: typer.Context, preempt: str) -> None:

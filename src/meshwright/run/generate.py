@@ -88,8 +88,7 @@ def divided(plan: Plan) -> Plan:
 def open_divided(path: Path, plan: Plan | None) -> Served:
     """What stands at `path`, without its weights. Raises InputError: nothing to serve, or a plan of another model."""
     served = open_model(path)
-    if plan is not None and plan.model.parameters() != served.spec.parameters():
-        raise InputError(f"the plan is for `{plan.model.name}`, whose parameters are not those of {path}")
+    served.check_plan(plan)
     return served
 
 

@@ -66,8 +66,7 @@ class Served:
             CheckpointError: weights that are missing or damaged.
         """
         strategy = served_strategy(plan, self.precision, replicas)
-        if plan is not None and plan.model.parameters() != self.spec.parameters():
-            raise InputError(f"the plan is for `{plan.model.name}`, whose parameters are not those of {self.path}")
+        self.check_plan(plan)
         return Engine(
             build(self.spec),
             strategy,
@@ -77,6 +76,11 @@ class Served:
             special_tokens=not self.is_run,  # a run was trained on documents without them
             weights=self.read,
         )
+
+    def check_plan(self, plan: Plan | ServingPlan | None) -> None:
+        """Raises InputError where it is of another model."""
+        if plan is not None and plan.model.parameters() != self.spec.parameters():
+            raise InputError(f"the plan is for `{plan.model.name}`, whose parameters are not those of {self.path}")
 
     def read(self, held: tuple[Placement, ...]) -> Iterable[torch.Tensor]:
         """What is stored of these boxes, in order. Raises CheckpointError."""
