@@ -57,6 +57,15 @@ def test_tokens_on_a_grid_are_those_of_one_process(ranks: Callable[..., Any], tm
         assert found == expected
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what is mapped in /proc")
+def test_files_of_weights_are_left_once_they_are_read(tmp_path: Path) -> None:
+    model = random_model(SPECS[NAME])
+    export(tmp_path, model.spec, model.named_parameters())
+    engine = open_model(tmp_path).engine(options=ServeOptions(num_blocks=4))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(), "all of the file stays in memory"
+    assert engine.generate([[1, 2, 3]], GREEDY)
+
+
 def test_a_prompt_is_refused_before_ranks_start(tmp_path: Path) -> None:
     model = random_model(SPECS[NAME])
     export(tmp_path, model.spec, model.named_parameters())

@@ -168,7 +168,8 @@ def pack(model: nn.Module) -> int:
     return num_packed
 
 
-def _is_packable(layer: nn.Module) -> bool:
+def is_packable(layer: nn.Module) -> bool:
+    """Whether :func:`pack` lays its weight out anew."""
     if not isinstance(layer, Parallel) or layer.weight.device.type != "cpu" or not layer.weight.numel():
         return False
     return layer.weight.dtype in PACKED_DTYPES
@@ -177,11 +178,11 @@ def _is_packable(layer: nn.Module) -> bool:
 def _together(model: nn.Module) -> Iterator[tuple[nn.Module, list[ColumnParallelLinear]]]:
     for module in model.modules():
         layers = [layer for name in TOGETHER.get(type(module), ()) if (layer := getattr(module, name)) is not None]
-        if layers and all(_is_packable(layer) for layer in layers):
+        if layers and all(is_packable(layer) for layer in layers):
             yield module, layers
 
 
 def _packable(model: nn.Module) -> Iterator[tuple[str, Parallel]]:
     for path, layer in model.named_modules():
-        if _is_packable(layer):
+        if is_packable(layer):
             yield path, layer

@@ -80,6 +80,7 @@ class Runner:
         self._shared = experts.share(layers_of(model), spec, mesh[EP]) if strategy.ep > 1 else None
         held = (*placements(spec, strategy, mesh.coordinates), *_bias_placements(model, spec))
         _fill(model, held, weights, self.dtype, mesh.device)
+        _leave_files(model)
         self.cache = self._page(model, num_blocks * block_size)
         self.host = HostTier(self.cache, num_host_blocks, block_size) if num_host_blocks else None
         self._install_kernels(model, block_size)
@@ -247,6 +248,14 @@ def _round_up(length: int, most: int) -> int:
 
 
 @torch.no_grad()
+def _leave_files(model: nn.Module) -> None:
+    """Copy what will not be laid out anew: while one parameter lies in a file, all that was read of it stays."""
+    for module in model.modules():
+        for parameter in () if linear.is_packable(module) else module.parameters(recurse=False):
+            if parameter.is_cpu:
+                parameter.data = parameter.data.clone()
+
+
 def _fill(
     model: nn.Module, held: tuple[Placement, ...], weights: Weights, dtype: torch.dtype, device: torch.device
 ) -> None:
